@@ -1,25 +1,25 @@
-# Everything below needs Python 3.10 or newer and nothing else. `make demo` and `make test` set up the environment first.
+# All targets need only Python 3.10 or newer. `make demo` and `make test` set up the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
-# On a CPU, keep freed memory: mapping every large tensor of every step anew takes 4 to 12% of a step.
+# On a CPU, keep freed memory in the process. Otherwise, mapping new memory for large tensors takes 4 to 12% of a step.
 export MALLOC_MMAP_MAX_ := 0
 export MALLOC_TRIM_THRESHOLD_ := 1000000000000
 
 .PHONY: demo test gpu lint env lock clean
 
-# Train on the embedded digits: `accelerate launch train.py model=tread` in one process, a few minutes on 2 CPU cores.
+# Train on the embedded digits in one process. Training takes a few minutes on 2 CPU cores.
 demo: env
 	@echo "training on the embedded digits: accelerate launch train.py model=tread"
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread
 	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
 
-# The CPU's tests see no GPU. On a machine that has one, tests/gpu follow, alone: they measure times and memory.
+# The CPU tests see no GPU. If the machine has a GPU, tests/gpu runs afterwards and alone, because it measures time and memory.
 test: env
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
-# tests/gpu and the benchmarks, with one file of results in extras/benchmarks/results/: under 10 minutes on one H100. With PYTHON=python
-# it runs with that Python and sets up nothing. One part alone: make gpu PARTS=test_steps.
+# Run tests/gpu and the benchmarks (under 10 minutes on one H100), and append the results to a file in extras/benchmarks/results/.
+# PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS=test_steps` runs a single part.
 ifeq ($(origin PYTHON),file)
 gpu: env
 	PYTHON=$(BIN)/python PARTS="$(PARTS)" sh extras/benchmarks/gpu.sh
@@ -33,7 +33,7 @@ lint: env
 
 env: .venv/.installed
 
-# The versions of requirements.lock, which were tested together.
+# Install the versions in requirements.lock, which were tested together.
 .venv/.installed: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv .venv
@@ -41,7 +41,7 @@ env: .venv/.installed
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
 	@touch $@
 
-# After a change of requirements.txt, or of the group dev in pyproject.toml.
+# Run this target after you change requirements.txt or the `dev` group in pyproject.toml.
 lock: env
 	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.10 --no-annotate --no-header requirements.txt --group dev -o requirements.lock
 

@@ -1,13 +1,13 @@
-"""Evaluate checkpoints, or images on disk, with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
+"""Evaluate checkpoints or images on disk with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
 
     python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=references/VIRTUAL_imagenet256_labeled.npz \\
         num_samples=50000 guidance=cfg cfg_scale=1.5
     python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
     python fid.py images=samples.npz reference=references/VIRTUAL_imagenet256_labeled.npz
 
-Lists make a sweep over all combinations, with a plot and tables with standard errors. They can list checkpoints, weights,
-cfg_scale, ema_length, a sampler setting (num_steps=[20,40]) or a guidance setting (guidance.w=[1.2,1.5]).
-Finished points are kept; run the same command to compute missing ones.
+If keys have lists of values, the command evaluates all combinations and writes a plot and tables with standard errors. The keys
+checkpoint, weights, cfg_scale and ema_length accept lists, as do sampler settings (num_steps=[20,40]) and guidance settings
+(guidance.w=[1.2,1.5]). Rerunning the command evaluates only the combinations that have no results yet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(cfg: FidConfig) -> None:
     from sampling.evaluator import open_reference
     from sampling.judge import Judge
 
-    # Checkpoints or images.
+    # Find the checkpoints, or open the images.
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
@@ -44,7 +44,7 @@ def main(cfg: FidConfig) -> None:
         raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    # Rank 0 chooses the checkpoints. While a run trains, ranks could find different newest ones.
+    # Only rank 0 looks for checkpoints, because ranks could find different checkpoints while a run is still training.
     folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
         check_shared(folder / store.MANIFEST, given[0])
@@ -59,7 +59,7 @@ def main(cfg: FidConfig) -> None:
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
 
-    # The reference.
+    # Open the reference.
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
     if len(sizes) > 1:
         raise UserError(f"checkpoints of different resolutions need separate commands: {in_words(sizes)}")
@@ -67,7 +67,7 @@ def main(cfg: FidConfig) -> None:
     detectors = cfg.evaluation.all_detectors
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
 
-    # The points, and their metrics.
+    # Evaluate the points, and write the results.
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, folders, images, reference, output)
     points = judge.points()
@@ -83,7 +83,7 @@ def main(cfg: FidConfig) -> None:
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
-    """Return the verified checkpoints that the command names."""
+    """Find the checkpoints that the command names, and verify their files."""
     from checkpoints import store
 
     if cfg.checkpoints is None:
@@ -97,7 +97,7 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
-    """Take the settings that the command omits from the run. Weights are taken only if the run has the same detector."""
+    """Fill in unset evaluation settings from the run's configuration. `weights` is filled in only for the run's own detector."""
     given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
     if given["detector"] not in (None, stored.get("detector")):
         stored["weights"] = None
@@ -108,7 +108,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
 
 
 def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """Return <run>/evaluations, or a folder next to a checkpoint outside any run. For images: <images>_evaluations."""
+    """Return <images>_evaluations for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run."""
     from checkpoints import store
 
     if not folders:
@@ -116,7 +116,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
         return images.with_name(f"{images.name}_evaluations")
     checkpoint = folders[0].resolve()
     folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
-    if folder == REPOSITORY / "evaluations":  # for a checkpoint in the root of the repository: this folder holds source files
+    if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder
 

@@ -1,11 +1,10 @@
-"""Guidance: from a network's estimates to the denoiser that a sampler calls, (x, level, y) -> D_x.
+"""Guidance methods. Each method builds the denoiser (x, level, y) -> D_x that a sampler calls, and checks its settings first.
 
-Guidance combines denoised estimates, so it works for every diffusion. Settings are checked when a denoiser is built.
-Shapes: x is (B, C, H, W). level is (B,), the noise level (sigma for EDM, t for SiT), the same in every row. y is (B,) int64
-labels, of which num_classes is the null class. There are R routes and N tokens.
+Guidance combines denoised estimates and works with every diffusion. Shapes: x is (B, C, H, W). y is (B,) int64, and num_classes
+is the null class. level (B,) repeats one noise level (sigma for EDM, t for SiT). The network has R routes and N tokens.
 
-`bounds` are level_lo and level_hi: guidance evaluates its second branch only at noise levels in (level_lo, level_hi]
-(arXiv 2404.07724), and returns the first branch elsewhere. None, the default, means no bound.
+The `bounds` limit guidance to noise levels in (level_lo, level_hi] (arXiv 2404.07724). At other noise levels, the denoiser
+returns the unguided estimate. A bound of None, the default, has no effect.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GuidanceInputs:
-    """The inputs of guidance for one batch of images.
+    """Inputs of a guidance method for one batch of images.
 
     Attributes:
-        denoise: (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. With selection_ratios, that fraction of the
-            tokens skips the network's routes, chosen by route_scores (B, R, N).
-        num_classes: the null class.
-        routes_shape: (R, N).
-        route_scores: () -> (B, R, N) new uniform numbers. Row i depends only on image i's seed and on how many calls came before.
-        weak: the second network of autoguidance.
+        denoise: Function (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. selection_ratios is the fraction of
+            tokens that skip the network's routes, and route_scores (B, R, N) determine which tokens skip.
+        num_classes: Number of classes, which is also the index of the null class.
+        routes_shape: Number of routes and number of tokens, (R, N).
+        route_scores: Function that draws new scores (B, R, N). Row i depends only on image i's seed and the number of past calls.
+        weak: Denoiser for autoguidance's second network.
     """
 
     denoise: Callable[..., Tensor]
@@ -47,18 +46,18 @@ Guidance = Callable[[GuidanceInputs], Denoiser]
 
 
 def none(inputs: GuidanceInputs) -> Denoiser:
-    """No guidance: returns the conditional estimate."""
+    """Return the conditional denoiser without guidance."""
     return inputs.denoise
 
 
 def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None, **bounds: float | None) -> Denoiser:
-    """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null). With bounds, `interval`.
+    """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null). `interval` is `cfg` with bounds.
 
     Args:
-        cfg_scale: 1 is off (one evaluation a step), 0 is unconditional, above 1 guides. Both estimates come from one
-            batched evaluation.
-        channels: guide only the first `channels` channels of the latents, and take the others from D_label. None guides all.
-            The published code of DiT, SiT and LightningDiT guides three.
+        cfg_scale: Guidance scale. A scale of 0 gives the unconditional estimate. A scale of 1 disables guidance, so the network
+            computes only D_label. At other scales, one batched evaluation computes D_label and D_null.
+        channels: Number of leading latent channels to guide. The remaining channels come from D_label. None guides all channels.
+            The published code of DiT, SiT and LightningDiT guides three channels.
     """
 
     def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -69,7 +68,7 @@ def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None
 
 
 def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | None) -> Denoiser:
-    """Path-drop guidance (SPRINT, arXiv 2510.21986): `cfg`, whose null estimate also skips all blocks of the fused routes."""
+    """Path-drop guidance (SPRINT, arXiv 2510.21986), which is `cfg` with a null estimate that skips all route blocks."""
 
     def label_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         null = torch.full_like(y, inputs.num_classes)
@@ -79,16 +78,16 @@ def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | Non
 
 
 def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, **bounds: float | None) -> Denoiser:
-    """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak), both with the class label.
+    """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak). Both estimates use the class label.
 
-    Both branches use the same network. In the weak branch, more tokens skip its routes. Every evaluation draws new tokens. With
-    uniform selection, the strong branch keeps every token that the weak branch keeps.
+    The strong and weak branches use the same network, but more tokens skip its routes in the weak branch. Every denoiser call
+    selects new tokens. With uniform selection, the strong branch keeps every token that the weak branch keeps.
 
     Args:
-        w: 1 is off: the strong branch alone, which for r_strong = 0 is the dense network.
-        r_strong, r_weak: fractions of the tokens that SKIP, 0 <= r_strong < r_weak <= 1. 0 is dense.
+        w: Guidance weight. A weight of 1 disables guidance and uses only the strong branch, which is dense if r_strong is 0.
+        r_strong, r_weak: Fractions of the tokens that SKIP the routes, 0 <= r_strong < r_weak <= 1. At 0, no tokens skip.
 
-    Raises ValueError for a network without routes, and if the weak branch would not keep fewer tokens than the strong one.
+    Raise ValueError if the network has no routes or if the weak branch does not keep fewer tokens than the strong branch.
     """
     num_routes, N = inputs.routes_shape
     if num_routes == 0:
@@ -105,9 +104,9 @@ def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, 
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) -> Denoiser:
-    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where a smaller or less trained network gives D_weak.
+    """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak comes from a smaller or less trained network.
 
-    w = 1 is off. Raises ValueError if there is no second network.
+    A weight w of 1 disables guidance. Raise ValueError if there is no second network.
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
@@ -126,9 +125,10 @@ def _guide(
     level_hi: float | None = None,
     channels: int | None = None,
 ) -> Denoiser:
-    """Compute D_weak + scale * (D - D_weak) from the `estimates` (D, D_weak). For scale 1 and outside the bounds: `unguided`.
+    """Build a denoiser for D_weak + scale * (D - D_weak), where `estimates` returns (D, D_weak).
 
-    With `channels`, D alone gives the other channels. Raises ValueError if level_lo is not below level_hi.
+    If scale is 1 or the noise level is outside the bounds, the denoiser calls `unguided` instead. If `channels` is set, the
+    remaining channels come from D. Raise ValueError if level_lo is not below level_hi.
     """
     low, high = -math.inf if level_lo is None else level_lo, math.inf if level_hi is None else level_hi
     if low >= high:
@@ -138,9 +138,9 @@ def _guide(
 
     def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
         if (low, high) != (-math.inf, math.inf):
-            # Compare in the precision of `level`: a bound may equal one of the sampler's noise levels.
+            # Compare noise levels in the precision of `level`, because a bound may equal one of the sampler's noise levels.
             inside = (level > low) & (level <= high)
-            some, every = torch.stack([inside.any(), inside.all()]).tolist()  # waits for the device
+            some, every = torch.stack([inside.any(), inside.all()]).tolist()  # `tolist` waits for the device
             if some and not every:
                 raise ValueError("a batch has noise levels inside and outside (level_lo, level_hi]; use one level per batch")
             if not some:
@@ -148,7 +148,7 @@ def _guide(
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels
         guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])
-        return torch.cat([guided, D[:, C:]], dim=1)  # D may have more channels: the learned variance (`ddpm.DDPM.denoise`)
+        return torch.cat([guided, D[:, C:]], dim=1)  # D may also contain the learned variance (`ddpm.DDPM.denoise`)
 
     return denoiser
 

@@ -1,12 +1,12 @@
-"""Make latent shards from images or from published latents, and inspect them.
+"""Create latent shards from images or from published latents, and inspect shards.
 
     python prepare_latents.py encode images=imagenet/train output=data/imagenet256
     accelerate launch --multi_gpu --num_processes 8 prepare_latents.py encode images=imagenet/train output=data/imagenet256
     python prepare_latents.py convert path=imagenet256_latent_lmdb/train output=data/imagenet256
     python prepare_latents.py inspect path=data/imagenet256
-    python prepare_latents.py reference images=<folder> output=<file.npz>       # for fid.py
-    python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # for small pictures
-    python prepare_latents.py fetch                      # download the SD-VAE and Inception; needs a network once
+    python prepare_latents.py reference images=<folder> output=<file.npz>       # write a reference for fid.py
+    python prepare_latents.py detector reference=<file.npz> output=detectors/<set>.safetensors  # train a detector
+    python prepare_latents.py fetch                      # download the SD-VAE and Inception (needs internet access)
 
 To resume an interrupted `encode` or `convert`, run the same command again.
 """
@@ -36,7 +36,7 @@ log = logging.getLogger("prepare_latents")
 
 
 def encode(encoding: Encoding) -> None:
-    """Encode images into a folder of shards, with as many processes as accelerate starts."""
+    """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
     from latents.prepare.encode import NOT_IN_LATENTS, encode_images
     from latents.prepare.images import count_classes, open_labelled_images
@@ -47,7 +47,7 @@ def encode(encoding: Encoding) -> None:
     from runtime.machine import cores_per_process, start_accelerator
 
     encoding = replace(encoding, num_workers=cores_per_process() if encoding.num_workers is None else encoding.num_workers)
-    # Processes that finish early wait for the slowest; a short timeout would end them.
+    # Use a long timeout, because processes that finish early wait for the slowest process.
     accelerator = start_accelerator(encoding.cpu_threads, tf32=encoding.tf32, timeout=timedelta(days=7))
     if encoding.autoencoder == "identity" and encoding.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
@@ -55,7 +55,7 @@ def encode(encoding: Encoding) -> None:
         raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
-    # Only rank 0 lists the images. Otherwise every rank would look up every file on a shared disk.
+    # Only rank 0 lists the images, so that the other ranks do not look up every file on a shared disk.
     source = processes.on_main(lambda: open_labelled_images(encoding.images, encoding.labels, encoding.part))
     processes.check_same(source.fingerprint(0, 1), "images", Path(encoding.images))
     if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
@@ -92,14 +92,14 @@ def inspect(
     sigma_data: Positive = 0.5,
     cpu_threads: Count | None = None,
 ) -> None:
-    """Read all latents, print a summary, and save 16 of them as a grid. The exit code is 1 if there are problems.
+    """Read all latents, print a summary, and save a grid of 16 decoded latents. Exit with code 1 if there are problems.
 
     Args:
-        path: a folder of shards, or a shard.
-        images: the folder that was encoded; the grid shows its images next to the decoded latents.
-        autoencoder: the autoencoder that decodes the grid; null: the autoencoder that the shards name.
-        grid: auto (<path>/inspect_<data>.png), a file to write, or none.
-        sigma_data: the standard deviation that the diffusion assumes.
+        path: Folder of shards, or a single shard.
+        images: Folder of the encoded images. If `images` is set, the grid shows the original images next to the decoded latents.
+        autoencoder: Autoencoder that decodes the latents for the grid. By default, the shards determine the autoencoder.
+        grid: Image file to write. `auto` writes <path>/inspect_<hash>.png, and `none` disables the grid.
+        sigma_data: Standard deviation of the network input that the diffusion assumes.
     """
     from latents import autoencoders
     from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, find_problems
@@ -124,7 +124,7 @@ def inspect(
         latents, labels = fetch_spread(dataset)
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
         if originals is None and dataset.has_jpegs:
-            with contextlib.suppress(UserError):  # find_problems has reported images that cannot be read
+            with contextlib.suppress(UserError):  # find_problems already reports unreadable images
                 originals = fetch_images(dataset)
         if originals is not None:
             decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
@@ -141,12 +141,12 @@ def inspect(
 
 
 def reference(images: Text, output: Text, resolution: Count | None = None, background: Colour = "white") -> None:
-    """Write images as a reference batch for fid.py. Its first evaluation caches the features.
+    """Write images to an .npz file, which fid.py uses as a reference. The first evaluation caches the features of the reference.
 
     Args:
-        images: a folder of images, an .npz, or a folder of pixel shards, whose labels are kept.
-        resolution: crop images of a folder to this size, as encode does; null: images must have one size and are not changed.
-        background: colour behind transparent images.
+        images: Folder of images, .npz file, or folder of pixel shards. The command copies labels from an .npz file or shards.
+        resolution: Crop size in pixels for a folder of images, as in `encode`. By default, all images must have the same size.
+        background: Background colour for transparent images.
     """
     from evaluations.images import open_images, read_ahead, write_npz
     from latents.shards import LatentDataset, shard_files
@@ -169,10 +169,10 @@ def reference(images: Text, output: Text, resolution: Count | None = None, backg
 
 
 def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: Count | None = None) -> None:
-    """Train a small classifier on a reference of labelled small images, for evaluation.detector=small-<set>.
+    """Train a small classifier on small labelled images. Set evaluation.detector=small-<set> to use the classifier as a detector.
 
     Args:
-        output: detectors/<set>.safetensors. The metric is named after the set: fd_<set>.
+        output: Weights file detectors/<set>.safetensors. The file name determines the metric name fd_<set>.
     """
     from evaluations.classifiers import train_detector
     from evaluations.images import open_images

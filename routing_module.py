@@ -1,7 +1,7 @@
 """Token routing (TREAD, arXiv 2501.04765): a random subset of the tokens skips a window of transformer blocks.
 
-Shapes: B batch, N tokens, K kept tokens (K = N - int(N * selection_ratio)), D width.
-This file works on tensors with a token axis and is independent of any network.
+Shapes: B is the batch size, and D is the width. Each sample has N tokens, of which K = N - int(N * selection_ratio) are kept.
+The functions operate on tensors with a token axis and do not depend on a particular network.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Route:
-    """One window of blocks that a subset of the tokens skips (TREAD, section 3).
+    """A window of transformer blocks that a subset of the tokens skips (TREAD, section 3).
 
     Attributes:
-        selection_ratio: fraction of the tokens that SKIP the window, in [0, 1). 0 switches the route off.
-        start_layer_idx: the first block of the window. A negative index counts from the end, as in Python.
-        end_layer_idx: the last block of the window, inclusive. A negative index counts from the end.
+        selection_ratio: Fraction of the tokens that SKIP the window, in [0, 1). A ratio of 0 disables the route.
+        start_layer_idx: Index of the first block in the window. A negative index counts from the last block, as in Python.
+        end_layer_idx: Index of the last block in the window, inclusive. A negative index counts from the last block.
     """
 
     selection_ratio: float
@@ -28,24 +28,24 @@ class Route:
     end_layer_idx: int
 
 
-# Selection rules: (tokens (B, N, D), uniform random numbers (B, N)) -> finite scores (B, N). The tokens with the highest
-# scores stay in the route. NaN would rank highest. There is no check, because it would have to wait for the device.
+# A selection rule maps tokens (B, N, D) and uniform random numbers (B, N) to finite scores (B, N). The tokens with the highest
+# scores stay in the route. NaN scores would rank highest. The code has no NaN check, because a check would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
 def uniform_scores(x: Tensor, uniform: Tensor) -> Tensor:
-    """Every subset is equally likely (TREAD, section 3)."""
+    """Return `uniform` as the scores, so that every subset of tokens is equally likely (TREAD, section 3)."""
     return uniform
 
 
 def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, inverse: bool = False) -> Tensor:
-    """Tokens with a large L1-norm stay more often: (1 - weight) * uniform + weight * norm, in float32, without a gradient.
+    """Return (1 - weight) * uniform + weight * norm in float32, so that tokens with a large L1 norm stay more often.
 
-    The norms of each sample are scaled to [0, 1], so that they weigh the same at every depth and in every sample.
+    Each sample's norms are scaled to [0, 1], so that the norms have equal influence at every depth. The scores have no gradient.
 
     Args:
-        weight: 0 is uniform, 1 keeps exactly the tokens with the largest norms.
-        inverse: keep the smallest norms instead.
+        weight: Weight of the norms. A weight of 0 selects tokens uniformly, and 1 keeps the tokens with the largest norms.
+        inverse: Whether tokens with a small L1 norm stay more often instead.
     """
     with torch.no_grad():
         norm = x.detach().abs().sum(dim=-1, dtype=torch.float32)  # (B, N)
@@ -56,12 +56,12 @@ def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, invers
         return (1 - weight) * uniform + weight * norm
 
 
-# By name, for `attach(selection=...)` and `model.selection` (which also has `grid`).
+# Selection rules by name, for `attach(selection=...)` and the key `model.selection`, which also accepts `grid`.
 SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance": importance_scores}
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """Return K, the number of tokens that stay in the window: N - int(N * selection_ratio). It is 0 only for a ratio of 1."""
+    """Return K = N - int(N * selection_ratio), the number of tokens that stay in the window. K is 0 only if the ratio is 1."""
     _check_ratio("selection_ratio", selection_ratio)
     return num_tokens - int(num_tokens * selection_ratio)
 
@@ -72,7 +72,7 @@ def _check_ratio(name: str, ratio: float) -> None:
 
 
 def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
-    """Score tokens x (B, N, D) by a rule: (B, N). Raises ValueError if the rule returns another shape."""
+    """Return the rule's scores (B, N) for the tokens x (B, N, D). Raise ValueError if the scores do not have shape (B, N)."""
     scores = rule(x, uniform)
     if scores.shape != x.shape[:2]:
         raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
@@ -80,18 +80,18 @@ def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
 
 
 class TokenRouter:
-    """The routes of one network, checked against its depth, and the operations that choose, remove and restore tokens.
+    """Checks the routes of a network against its depth. The methods choose, remove and restore tokens.
 
     Args:
-        routes: in the order of their blocks. They must not overlap.
-        depth: number of transformer blocks.
+        routes: Routes in the order of their blocks. The routes must not overlap.
+        depth: Number of transformer blocks.
 
-    Raises ValueError for a route that does not fit, naming the route, the value and what is accepted.
+    The constructor raises ValueError for a route that does not fit. The message names the route, the value and what is accepted.
     """
 
     def __init__(self, routes: Sequence[Route], depth: int):
         self.depth = depth
-        self.routes: tuple[Route, ...] = ()  # with indices that are not negative
+        self.routes: tuple[Route, ...] = ()  # these routes have non-negative block indices
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if route.selection_ratio == 1:
@@ -109,7 +109,7 @@ class TokenRouter:
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return the ratio of every route: its own, or `overrides` (one number, or one per route). At 1, all tokens skip."""
+        """Return each route's ratio, or `overrides` (one number, or one per route). At ratio 1, all tokens skip the route."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
         ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)
@@ -128,19 +128,19 @@ class TokenRouter:
         generator: torch.Generator | None = None,
         rule: SelectionRule = uniform_scores,
     ) -> Tensor:
-        """Choose, for every sample separately, which tokens stay: a uniformly random subset, or by another rule.
+        """Choose which tokens stay, separately for each sample. The default rule chooses a uniformly random subset.
 
         Args:
-            x: (B, N, D), the tokens where the route starts.
-            selection_ratio: fraction of the tokens that skip.
-            scores: (B, N) independent uniform numbers in [0, 1) for the rule. They are drawn from `generator` when absent.
-            rule: one of `SELECTIONS`.
+            x: Tokens (B, N, D) at the start of the route.
+            selection_ratio: Fraction of the tokens that skip the route.
+            scores: Independent uniform numbers (B, N) in [0, 1) for the rule. By default, the method draws them from `generator`.
+            rule: Selection rule, such as a value of `SELECTIONS`.
 
         Returns:
-            ids_keep: (B, K) int64, the positions that stay, ascending (so that memory is read in order).
+            Positions (B, K) int64 of the tokens that stay. The positions ascend, so that `start_route` reads memory in order.
 
         Raises:
-            ValueError: a ratio outside [0, 1], or scores of another shape, from the caller or the rule.
+            ValueError: If the ratio is outside [0, 1], or if scores from the caller or the rule have a wrong shape.
         """
         B, N = x.shape[:2]
         if scores is None:
@@ -151,30 +151,30 @@ class TokenRouter:
 
     @staticmethod
     def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
-        """(B, N) -> (B, K) int64: the positions of the `num_kept` highest scores of each sample, ascending."""
+        """Return ascending positions (B, K) int64 of the `num_kept` highest scores in each row of `scores` (B, N)."""
         return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
-        """(B, N, D) -> (B, K, D): the tokens at `ids_keep`. Also gathers tensors such as positions or masks, (B, N, ...)."""
-        if len(ids_keep) != len(x):  # gather would drop the other samples
+        """Return the tokens (B, K, D) at positions `ids_keep`. x may also contain positions or masks (B, N, ...)."""
+        if len(ids_keep) != len(x):  # gather would silently drop the remaining samples
             raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
         return x.gather(1, index)
 
     @staticmethod
     def end_route(x: Tensor, skipped: Tensor, ids_keep: Tensor) -> Tensor:
-        """Put the kept tokens back among those that skipped, at their own positions.
+        """Put the kept tokens back at their original positions among the tokens that skipped the route.
 
         Args:
-            x: (B, K, D), the kept tokens after the window.
-            skipped: (B, N, D), all tokens as they were before the window. It is not written to.
-            ids_keep: (B, K), from `choose_ids_keep`.
+            x: Kept tokens (B, K, D) after the window.
+            skipped: All tokens (B, N, D) before the window. The method does not modify this tensor.
+            ids_keep: Positions (B, K) from `choose_ids_keep`.
 
         Returns:
-            (B, N, D). Tokens that skipped are bit-identical to `skipped`. Gradients reach both inputs.
+            All tokens (B, N, D). Tokens that skipped the route are bit-identical to `skipped`. Gradients flow to x and skipped.
         """
-        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # it could broadcast
+        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # x could broadcast
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))
             raise ValueError(f"x, skipped and ids_keep of shapes {shapes} do not belong to one route")
         index = ids_keep.unsqueeze(-1).expand_as(x)

@@ -4,8 +4,8 @@
     python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
-Image i depends only on seed i and the settings, not on the number of processes. Another batch size changes pixels by at most
-one grey level. The command writes a PNG per seed, a labelled grid, and an .npz in ADM's format. Run it again for missing images.
+An image depends on its seed and the settings, not on the number of processes. The batch size changes pixels by at most one grey
+level. The command writes a PNG per seed, a labelled grid and an .npz in ADM's format. Rerun the command to add missing images.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(cfg: SampleConfig) -> None:
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
-    locks: list[IO] = []  # filled on the main process
+    locks: list[IO] = []  # contains the folder lock on the main process and is empty on other processes
     on_main(lambda: locks.append(open_output(output, settings)))
     check_shared(output / "settings.yaml", "output")
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
@@ -70,7 +70,7 @@ def main(cfg: SampleConfig) -> None:
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """Return the class of every seed: from `classes` in turn, or by the rule `labels`."""
+    """Map each seed to a class. Seeds cycle through `classes` if it is set. Otherwise, `draw_labels` chooses the classes."""
     from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:
@@ -84,7 +84,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
-    """Return the settings that determine an image, except its seed, for settings.yaml. Checkpoints appear as hashes."""
+    """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
     guidance = recipe.guidance.model_dump()
     return {
         "checkpoint": recipe.content,
@@ -100,7 +100,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
 
 
 def default_output(checkpoint: Path, settings: dict) -> Path:
-    """Return <run>/generated/<step>_<weights>_<guidance>_<steps>_<hash>. Without a run: <checkpoint>/../generated/..."""
+    """Return generated/<step>_<weights>_<guidance>_<steps>_<hash> in the run folder, or next to a checkpoint outside any run."""
     from checkpoints import store
 
     guidance = settings["guidance"]
@@ -112,7 +112,7 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
 
 
 def open_output(output: Path, settings: dict) -> IO[bytes]:
-    """Create the folder, or check that its images were made with the same settings. Returns the folder's lock."""
+    """Open the output folder and return its lock. Raises UserError for unrelated files or images with other settings."""
     file = output / "settings.yaml"
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in held and not all(name == ".lock" or is_leftover(name) for name in held):
@@ -131,10 +131,10 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
 def make_images(
     sampler: ImageSampler, labels: dict[int, int], files: dict[int, Path], batch_size: int, show_progress: bool
 ) -> None:
-    """Sample this process's seeds, {seed: label}, and write one PNG each. An existing PNG is always complete."""
+    """Sample an image for each entry {seed: label} of `labels` and write a PNG file. A PNG file appears only when complete."""
 
     def write(seed: int, image: np.ndarray) -> None:
-        with whole_file(files[seed], flush=False) as f:  # flushing each file takes longer than writing it
+        with whole_file(files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
     seeds, writing = list(labels), iter(())
@@ -143,14 +143,14 @@ def make_images(
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
             images = sampler(batch, [labels[seed] for seed in batch])
-            list(writing)  # wait for the previous batch's files, and raise their errors
+            list(writing)  # wait until the previous batch is written, and raise any write error
             writing = threads.map(write, batch, images)
             bar.update(len(batch))
         list(writing)
 
 
 def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: dict[int, int]) -> None:
-    """Write grid_<seeds>.png with the first images and samples_<seeds>.npz with all images, in the order of the seeds."""
+    """Write the first images to grid_<seeds>.png and, if `npz` is true, all images to samples_<seeds>.npz in `files` order."""
     from evaluations.images import write_npz
 
     seeds = list(files)

@@ -1,14 +1,14 @@
 """Train a diffusion transformer, with or without token routing, on precomputed latents.
 
-    python train.py model=tread                                  # the embedded digits, minutes on a laptop
-    accelerate launch train.py model=tread                       # the same, with a process for each GPU
-    python train.py model=dit                                    # the same network without routes
+    python train.py model=tread                                  # train on the embedded digits, which takes minutes on a laptop
+    accelerate launch train.py model=tread                       # the same training with one process per GPU
+    python train.py model=dit                                    # train the same network without routes
     python train.py model=tread data=imagenet256 data.path=data/imagenet256 model.backbone=DiT-XL/2
-    python train.py model=tread name=mine train.num_steps=2000   # any key of configs/ can be set
-    python train.py model=dit name=tuned init_from=runs/mine     # from the weights of another run, without routes
-    python train.py -m model=dit,tread seed=0,1,2                # six runs, one after another
+    python train.py model=tread name=mine train.num_steps=2000   # set any key in configs/
+    python train.py model=dit name=tuned init_from=runs/mine     # train without routes from another run's weights
+    python train.py -m model=dit,tread seed=0,1,2                # train six runs one after another
 
-The run lives in runs/<name>/. The same command again resumes it.
+The trainer saves the run in runs/<name>/. Running the same command again resumes training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> None:
-    # Imported here, because torch takes seconds to import. --help and errors in keys do not wait for it.
+    # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
     from checkpoints.load import build_network
@@ -38,7 +38,7 @@ def main(cfg: TrainConfig) -> None:
     from training.parallel import check_processes
     from training.trainer import Trainer
 
-    # Check the configuration, the data and the folder before any slow work.
+    # Check the configuration, the data and the initial checkpoint before any slow work.
     if cfg.diffusion.name == "ddpm":
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
     cfg, dataset = build.open_data(cfg)
@@ -76,7 +76,7 @@ def main(cfg: TrainConfig) -> None:
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
-        # Exiting also ends a sweep, and after Ctrl-C a shell loop, too. A signal from a cluster does not count as an error.
+        # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
 
 

@@ -1,1 +1,1 @@
-"""A run on disk: its folder, the format of its checkpoints, and how commands find and load them."""
+"""Run folders, the checkpoint format, and functions that find and load checkpoints."""

@@ -1,4 +1,4 @@
-"""Load the configuration and the network of a checkpoint."""
+"""Load a checkpoint's configuration and network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.compilation import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """Read the configuration with which a verified checkpoint was trained. Raises UserError if this version cannot read it."""
+    """Load a verified checkpoint's training configuration. Raise UserError if the configuration is invalid in this version."""
     return _load_config(folder, store.hash_checkpoint(folder))
 
 
@@ -32,13 +32,13 @@ def _load_config(folder: Path, content: str) -> schema.TrainConfig:
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """Build the network of a configuration with data.* filled in. Raises UserError for routes or sizes that do not fit."""
+    """Build the network of a configuration whose data.* keys are set. Raise UserError for invalid routes or sizes."""
     model = cfg.model
     settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
     settings |= {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
     try:
         if model.selection == "grid":
-            from extras import sprint  # needed only here
+            from extras import sprint  # imported only for model.selection=grid
 
             side = cfg.data.input_size // model.sizes["patch_size"]
             settings["selection"] = sprint.grid_rule(side, side)
@@ -48,20 +48,20 @@ def build_network(cfg: schema.TrainConfig) -> dit.DiT:
 
 
 def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
-    """Load the network of a verified checkpoint, in evaluation mode. A cache keeps two networks, which sweeps use repeatedly.
+    """Load a verified checkpoint's network in evaluation mode. The last two networks are cached, because sweeps reuse networks.
 
     Args:
-        weights: `ema`, `raw`, or an object that can load others (`extras.posthoc_ema.Average`).
-        compile_mode: see `runtime.compilation.compile_network`.
+        weights: `ema`, `raw`, or an object with a `load` method, such as `extras.posthoc_ema.Average`.
+        compile_mode: Compilation mode (see `runtime.compilation.resolve_compile`).
     """
     return _load_network(folder, store.hash_checkpoint(folder), weights, device, compile_mode)
 
 
 @lru_cache(maxsize=2)
 def _load_network(folder: Path, content: str, weights: Any, device: torch.device, compile_mode: str) -> nn.Module:
-    gc.collect()  # compiled networks are reference cycles: without this, earlier ones stay on the device
+    gc.collect()  # compiled networks contain reference cycles, which would keep earlier networks on the device
     stored = store.load_weights(folder, weights) if weights in store.WEIGHTS else weights.load()
-    with torch.device("meta"):  # skip random weights
+    with torch.device("meta"):  # skip the random initialization
         net = build_network(load_config(folder)).eval().requires_grad_(False)
     store.check_tensors(folder / store.WEIGHTS.get(weights, ""), stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)

@@ -1,4 +1,4 @@
-"""Record what produced a run's numbers: command, commit and machine of every start."""
+"""Record the command, the commit and the machine for each start of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from common.files import REPOSITORY
 
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
-    """Return the record of a start at `step`, for starts.jsonl."""
+    """Return the record that starts.jsonl stores for a start at `step`."""
     commit, modified = git_commit()
     return {
         "step": step,
@@ -42,8 +42,8 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> tuple[str | None, bool | None]:
-    """Return (commit, whether tracked files were modified) of this repository; (None, None) without a repository or git."""
-    if not (REPOSITORY / ".git").exists():  # git would use a parent folder's repository
+    """Return this repository's commit and whether tracked files were modified, or (None, None) without a repository or git."""
+    if not (REPOSITORY / ".git").exists():  # without this check, git might use a parent folder's repository
         return None, None
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run starts from or resumes. Rank 0 chooses it, and all ranks must see the same files."""
+"""Find the checkpoint from which a run starts or resumes. Rank 0 selects the checkpoint. All ranks must see the same files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def find_resume(run: RunFolder, resume: str) -> Path | None:
-    """Return the run's newest intact checkpoint, or None to start at step 0. Newer damaged ones are renamed.
+    """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
     Raises:
-        UserError: all checkpoints are damaged; resume=never in a run with checkpoints; the checkpoint was imported; a node does
-            not see it.
+        UserError: If resume=never and the run has checkpoints, if all checkpoints are damaged, or if the checkpoint was imported
+            or is not visible on every node.
     """
 
     def decide() -> Path | None:
@@ -37,7 +37,7 @@ def find_resume(run: RunFolder, resume: str) -> Path | None:
 
 
 def find_newest_of_run(run: RunFolder) -> Path | None:
-    """Return a run's newest intact checkpoint, or None. Renames newer damaged ones. Raises UserError if all are damaged."""
+    """Return a run's newest intact checkpoint or None. Rename newer, damaged checkpoints. Raise UserError if all are damaged."""
     found, problems = store.find_newest(run.checkpoints)
     if found is None and problems:
         raise UserError(
@@ -50,7 +50,7 @@ def find_newest_of_run(run: RunFolder) -> Path | None:
 
 
 def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
-    """Return the verified checkpoint that `init_from=` names; None without the key, or if the run has its own checkpoints."""
+    """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints."""
 
     def decide() -> Path | None:
         if store.list_steps(run.checkpoints):
@@ -62,7 +62,7 @@ def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
 
 
 def find_checkpoint_together(path: str, key: str) -> Path:
-    """Return what `store.find_checkpoint` finds on rank 0. While a run trains, ranks could find different checkpoints."""
+    """Call `store.find_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
     return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
 
 

@@ -1,9 +1,9 @@
-"""The format of checkpoints: folders that are complete, or absent.
+"""Save, verify and load checkpoints. An interrupted save leaves no incomplete checkpoint folder.
 
-step_0000400/ holds model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and manifest.json with the size and
-hash of each file; with REPA also projector.safetensors, with train.ema_lengths also tracked_ema.safetensors. `save` writes a
-temporary folder, flushes it to disk and renames it. The trainer calls `save` in a thread, with a copy of the weights, and keeps
-training. A checkpoint counts only if its files match the manifest. A damaged one is renamed, never deleted.
+A folder such as step_0000400/ contains model.safetensors, ema.safetensors, optimizer.pt, state.json, config.yaml, and a manifest
+(manifest.json) of file sizes and hashes. REPA adds projector.safetensors, and train.ema_lengths adds tracked_ema.safetensors.
+`save` writes a temporary folder, flushes the folder to disk and renames it. The trainer calls `save` in a background thread with
+a copy of the weights. A checkpoint is valid only if its files match the manifest. Resuming a run renames damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-OPTIONAL = ("projector", "tracked_ema")  # files of tensors that only some checkpoints have
-FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # in every checkpoint, with the manifest
+OPTIONAL = ("projector", "tracked_ema")  # tensor files that only some checkpoints contain
+FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # required in every checkpoint, as is the manifest
 _STEP = re.compile(r"step_(\d{7,})")
 
 
 @dataclass
 class Checkpoint:
-    """The content of a checkpoint. `load` maps tensors from its files: copy them, and do not write to them."""
+    """The contents of a checkpoint. `load` memory-maps the tensors, so callers must copy the tensors and never modify them."""
 
-    step: int  # optimizer steps done
+    step: int  # number of completed optimizer steps
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
-    optimizer: dict  # its state dict; empty for imported weights
-    state: dict  # plain values of the trainer (JSON)
-    config: dict  # the resolved configuration of the run, as plain values
-    projector: dict[str, Tensor] | None = None  # with alignment
-    tracked_ema: dict[str, Tensor] | None = None  # with `extras.posthoc_ema`
+    optimizer: dict  # the optimizer's state dict, which is empty for imported weights
+    state: dict  # other trainer state as JSON values
+    config: dict  # the run's resolved configuration
+    projector: dict[str, Tensor] | None = None  # present only with alignment
+    tracked_ema: dict[str, Tensor] | None = None  # present only with train.ema_lengths
 
 
 def folder_name(step: int) -> str:
@@ -57,16 +57,16 @@ def folder_name(step: int) -> str:
 
 
 def list_steps(root: Path) -> dict[int, Path]:
-    """List checkpoint folders under `root` by step, oldest first, without temporary and damaged (renamed) ones."""
-    with reading(root):  # glob would return nothing for an unreadable folder
+    """Map steps to checkpoint folders in `root`, in ascending order. Temporary and renamed (damaged) folders are excluded."""
+    with reading(root):  # `glob` would silently return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
 
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
-    """Save `checkpoint` under `root`. Then delete old ones, except the newest keep_last and those at multiples of keep_every.
+    """Save `checkpoint` in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
 
-    Raises UserError if the disk is full, for example: the incomplete checkpoint is removed, earlier ones are untouched.
+    Raise UserError if writing fails, for example because the disk is full. Earlier checkpoints then remain intact.
     """
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
@@ -74,31 +74,31 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         remove_leftovers(root)
         temporary.mkdir(parents=True)
         _write_files(temporary, checkpoint)
-        if final.exists():  # after a resume from an earlier step; the old folder goes last
+        if final.exists():  # the run resumed from an earlier step and replaces this folder
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
         _flush(root)
-    except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
+    except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError if the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
         raise UserError(f"cannot write the checkpoint {final}: {why_not_written(final, e)}; intact before it: {kept}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
-            with contextlib.suppress(OSError):  # the next save tries again
-                # A partly deleted checkpoint must not look complete.
+            with contextlib.suppress(OSError):  # the next save tries again to delete the folder
+                # Rename the folder first, because a partly deleted checkpoint must not look complete.
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
     return final
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write every file, and last the manifest with their sizes and hashes; then flush all to the disk."""
-    with open(folder / "optimizer.pt", "wb") as file:  # given a path, torch.save does not report a failed final write
+    """Write the checkpoint's files, then the manifest with the file sizes and hashes, and flush everything to disk."""
+    with open(folder / "optimizer.pt", "wb") as file:  # torch.save with a path does not report a failed final write
         torch.save(checkpoint.optimizer, file)
     for name in ("model", "ema", *OPTIONAL):
         if (tensors := getattr(checkpoint, name)) is not None:
             file = folder / f"{name}.safetensors"
             save_file({key: value.contiguous() for key, value in tensors.items()}, file)
-            shutil.copymode(folder / "optimizer.pt", file)  # safetensors lets nobody but the owner read
+            shutil.copymode(folder / "optimizer.pt", file)  # safetensors makes files readable only by their owner
     (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
     files = sorted(folder.iterdir())
@@ -109,7 +109,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Return once a file, or the list of files in a folder, is on the disk."""
+    """Flush a file, or the list of files in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,10 +118,10 @@ def _flush(path: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest, and the folder's name with its step.
+    """Check every file of a checkpoint against the manifest, and the folder name against the stored step.
 
-    Raises UserError if a file is missing, truncated or altered, or if the folder has the name of another step. If the disk
-    cannot be read, the cause of the error is an OSError, which says nothing about the checkpoint.
+    Raise UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
+    be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
     file = folder / MANIFEST
     with reading(file):
@@ -154,23 +154,23 @@ def read_step(folder: Path) -> int:
 
 
 def imported_from(folder: Path) -> str | None:
-    """Return the source of imported weights, which have no optimizer; None for a checkpoint of a training run."""
+    """Return the source of imported weights, which have no optimizer, or None for a checkpoint from a training run."""
     return _read_state(folder).get("imported_from")
 
 
 def find_run(folder: Path) -> Path | None:
-    """Return the run folder that a checkpoint belongs to; None for a checkpoint that was copied elsewhere."""
+    """Return the run folder that contains a checkpoint, or None if the checkpoint is not in a folder named checkpoints."""
     parent = folder.resolve().parent
     return parent.parent if parent.name == "checkpoints" else None
 
 
 def hash_checkpoint(folder: Path) -> str:
-    """Hash a checkpoint from its manifest, which holds the hash of every file."""
+    """Compute the hash of a checkpoint from its manifest, which contains the hashes of all files."""
     return hash_bytes((folder / MANIFEST).read_bytes())[:16]
 
 
 def read_config(folder: Path) -> dict:
-    """Return the stored configuration of the run that wrote a checkpoint, resolved."""
+    """Return the resolved training configuration that a checkpoint stores."""
     with reading(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
         if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
@@ -178,13 +178,13 @@ def read_config(folder: Path) -> dict:
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
-    """Map the `ema` or `raw` weights from their file, see `Checkpoint`."""
+    """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
     with reading(folder / WEIGHTS[weights]):
         return load_file(folder / WEIGHTS[weights])
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint. Raises UserError naming the file that cannot be read."""
+    """Load a checkpoint. If a file cannot be read, raise UserError with the name of the file."""
     state = _read_state(folder)
     with reading(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
@@ -199,10 +199,10 @@ def load(folder: Path) -> Checkpoint:
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Compare the tensors that `file` holds with those that take their values.
+    """Check that the tensors from `file` have the same names, shapes and types as the tensors in `like`.
 
     Raises:
-        UserError: a tensor is missing on one side, or its shape or type differs. The message names the first such tensor.
+        UserError: If a tensor is missing on one side, or if its shape or type differs. The message names the first such tensor.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
@@ -211,9 +211,9 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Find the newest intact checkpoint under `root`, or None. Also return what is wrong with each newer one.
+    """Return the newest intact checkpoint in `root` or None, and a mapping from newer, damaged checkpoints to error messages.
 
-    Raises UserError if the disk cannot be read.
+    Raise UserError if the disk cannot be read.
     """
     problems: dict[Path, str] = {}
     for path in reversed(list_steps(root).values()):
@@ -228,7 +228,7 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find_checkpoint(folder: Path, key: str) -> Path:
-    """Return a verified checkpoint: the folder itself, or a run's newest intact one. If there is none, UserError names `key`."""
+    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists."""
     if (folder / MANIFEST).exists():
         verify(folder)
         return folder
@@ -244,9 +244,9 @@ def find_checkpoint(folder: Path, key: str) -> Path:
 
 
 def rename_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips it. Nothing is deleted.
+    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips the folder. No file is deleted.
 
-    Raises UserError if it cannot be renamed.
+    Raise UserError if the checkpoint cannot be renamed.
     """
     target = folder.with_name(f"bad_{folder.name}_{secrets.token_hex(4)}")
     try:

@@ -1,4 +1,4 @@
-"""Names of detectors, which the configuration checks without importing torch."""
+"""Parse detector names without importing torch, so that the configuration can validate them quickly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import re
 
 
 def small_set(detector: str) -> str | None:
-    """Extract the data set from the name of a small-image detector: small-fashion -> fashion. None for other detectors."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # fd_digits and fd_dinov2 exist
+    """Return the data set in the name of a small-image detector (small-fashion -> fashion), or None for other detectors."""
+    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
     return found and found[1]

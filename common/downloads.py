@@ -1,4 +1,4 @@
-"""Download files from the Hugging Face hub. There are no retries, so a command without internet fails within seconds."""
+"""Download files from the Hugging Face hub without retries, so that a command without internet access fails within seconds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from common.errors import UserError
 
-TIMEOUT_SEC = 10.0  # for a connection, and for the next byte of a download
+TIMEOUT_SEC = 10.0  # timeout for connecting and for receiving the next byte
 
 
 def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
-    """Find files of a repository in the hub's cache without a request, or download them all into the cache.
+    """Return the paths of a repository's files in the hub's cache. If a file is not in the cache, download all files.
 
-    If several processes call this, one downloads and the others wait. Raises UserError, whose message starts with `otherwise`.
+    Concurrent processes wait for a single download. Raises UserError if the download fails. The message starts with `otherwise`.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError
@@ -21,8 +21,8 @@ def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
         cached = [try_to_load_from_cache(repository, name) for name in names]
         if all(isinstance(file, str) for file in cached):
             return [Path(file) for file in cached]
-        HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # fails fast; hf_hub_download would retry
+        HfApi().model_info(repository, timeout=TIMEOUT_SEC)  # fails fast, whereas hf_hub_download would retry
         return [Path(hf_hub_download(repository, name)) for name in names]
-    except (OSError, HTTPError, ValueError) as e:  # ValueError: not a valid name on the hub
+    except (OSError, HTTPError, ValueError) as e:  # invalid hub names raise ValueError
         problem = f"{repository} is not in the cache of the Hugging Face hub and cannot be downloaded"
         raise UserError(f"{otherwise}; {problem} ({' '.join(str(e).split())})") from e

@@ -1,4 +1,4 @@
-"""UserError, the exception for problems that a user can solve, and the conversion of other errors into it."""
+"""Define UserError, the exception for problems that a user can solve, and convert other errors to UserError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class UserError(ValueError):
-    """A problem that the user can solve: a setting, a file, the machine. Commands print only its message and exit with 1."""
+    """A problem with a setting, file or machine that the user can solve. Commands print only the message and exit with code 1."""
 
 
 def first_line(error: Exception) -> str:
@@ -18,12 +18,12 @@ def first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def reading(source: object) -> Iterator[None]:
-    """Turn any error in the block into a UserError that names the source: damaged files can raise anything."""
+    """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception."""
     try:
         yield
     except UserError:
         raise
-    except pickle.UnpicklingError as e:  # torch's message suggests running the file's code
+    except pickle.UnpicklingError as e:  # torch's own message suggests executing code from the file
         raise UserError(f"{source} cannot be read: it is damaged, or holds objects other than tensors and arrays") from e
     except Exception as e:
         name = "" if type(e) is ValueError else f"{type(e).__name__}: "

@@ -1,4 +1,4 @@
-"""File helpers: complete writes, locks, hashes, JSON."""
+"""Helpers for atomic file writes, locks, hashes and JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def why_not_written(path: Path, error: Exception) -> str:
-    """Describe why writing failed, with the free space if the disk may be full."""
-    # torch.save raises its own error while it handles the disk's.
+    """Describe why a write failed. Include the free disk space if the disk may be full."""
+    # torch.save raises its own error while it handles the error from the disk.
     if not isinstance(error, OSError) and isinstance(error.__context__, OSError):
         error = error.__context__
     reason = getattr(error, "strerror", None) or first_line(error)
@@ -40,12 +40,12 @@ def why_not_written(path: Path, error: Exception) -> str:
 
 @contextlib.contextmanager
 def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file for writing under a temporary name, and rename it once it is complete and on disk. Creates its folder.
+    """Open a temporary file for writing, and rename it to `path` when the content is complete and on disk. Create the folder.
 
-    With flush=False, the system chooses when the content reaches the disk. Use it for files that can be made again.
-    Raises UserError if the file cannot be written; an earlier file with that name is kept.
+    With flush=False, the system decides when the content reaches the disk. Use flush=False for files that can be recreated.
+    Raises UserError if the file cannot be written. An earlier file at `path` then stays unchanged.
     """
-    temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # process ids are not unique: containers share folders
+    temporary = path.with_name(f".tmp_{secrets.token_hex(8)}_{path.name}")  # containers can have equal process ids
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as f:
@@ -62,28 +62,28 @@ def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a complete file. Raises UserError like `whole_file`."""
+    """Write `content` to a file atomically. Raises UserError if the write fails."""
     with whole_file(path) as f:
         f.write(content.encode() if isinstance(content, str) else content)
 
 
 def is_leftover(name: str) -> bool:
-    """Return whether an interrupted write or removal left the temporary file or checkpoint folder with this name."""
+    """Return whether `name` belongs to a temporary file or checkpoint folder from an interrupted write or removal."""
     return re.fullmatch(r"\.tmp_[0-9a-f]{16}_.+|\.(tmp|del)_step_\d{7,}", name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files and folders that an interrupted process left incomplete. This process must hold the folder's lock."""
+    """Remove incomplete files and folders that an interrupted process left behind. The caller must hold the folder's lock."""
     for path in [path for path in folder.glob(".*") if is_leftover(path.name)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
-    """Create a file with its folder and lock it until it is closed or this process ends. Removes leftovers from the folder.
+    """Create a file, lock it until it is closed or this process exits, and remove leftovers from the file's folder.
 
-    On file systems without locks (some NFS and Lustre mounts), it only warns. Raises UserError if the folder cannot be written,
-    or if another process holds the lock. The message names that process, its activity ("sampling into") and the key to change.
+    On file systems without locks (some NFS and Lustre mounts), only log a warning. Raises UserError if the folder is not writable
+    or another process holds the lock. The message names the lock's owner, `activity` ("sampling into") and the `key` to change.
     """
     folder = path.parent
     try:
@@ -101,16 +101,16 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
             file.seek(1)
             holder = file.read().decode(errors="replace").strip()
             raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
-    with contextlib.suppress(OSError):  # the lock works without this text if the disk is full
+    with contextlib.suppress(OSError):  # if the disk is full, the lock works without this text
         file.truncate(0)
-        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading the first byte
+        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading byte 0
         file.flush()
     remove_leftovers(folder)
     return file
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append a JSON object as a new line, even after an incomplete line, and return once it is on the disk.
+    """Append `record` as a line of JSON, and return when the line is on disk. Terminate an incomplete last line first.
 
     Raises UserError if the file cannot be written.
     """
@@ -126,7 +126,7 @@ def append_line(path: Path, record: dict) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the complete objects in a JSON-lines file, none if it is missing. Raises UserError if it cannot be read."""
+    """Yield the complete objects in a JSON-lines file. A missing file yields nothing. Raises UserError if reading fails."""
     with reading(path):
         content = path.read_bytes() if path.exists() else b""
     for line in content.decode(errors="replace").splitlines():
@@ -136,18 +136,18 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises UserError if it cannot be read or is not JSON."""
+    """Parse a JSON file. Raises UserError if the file cannot be read or is not valid JSON."""
     with reading(path):
         return json.loads(path.read_bytes())
 
 
 def hash_bytes(content: bytes) -> str:
-    """Hash bytes to 32 hexadecimal digits (blake2b)."""
+    """Return the blake2b hash of the bytes as 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def hash_file(path: Path) -> str:
-    """Hash a file's content like `hash_bytes`, in chunks."""
+    """Return the same hash as `hash_bytes` for a file's content, which is read in chunks."""
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as f:
         while chunk := f.read(1 << 22):

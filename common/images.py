@@ -1,4 +1,4 @@
-"""Image helpers: finding and decoding files, ADM's crop, labelled grids."""
+"""Find and decode image files, crop images as ADM does, and draw labelled grids."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from PIL import Image, ImageDraw, ImageOps
 from common.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # up to 8 bits per channel, as in RGB
+MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # modes with at most 8 bits per channel
 
 
 def list_images(folder: Path) -> tuple[list[str], list[str]]:
-    """List the files below a folder whose suffix is in SUFFIXES, and those with another image suffix that Pillow knows.
+    """List the files below `folder` that have a suffix in SUFFIXES, and the files with other image suffixes that Pillow knows.
 
-    Paths are sorted, relative to the folder, with forward slashes. Links to folders are followed, hidden files are skipped.
-    Raises UserError for a link to a folder that contains the link.
+    The paths are sorted, relative to `folder`, and contain forward slashes. The search follows links to folders and skips hidden
+    names. Raises UserError if a link points to a folder that contains the link.
     """
     files = []
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -34,16 +34,16 @@ def list_images(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `list_images` skips this name: dot files, and the folder that macOS adds to a .zip."""
+    """Return whether `list_images` skips a name. The skipped names are dot files and the folder that macOS adds to .zip files."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str, ...] = MODES) -> tuple[Image.Image, bool]:
-    """Decode an image as upright 8-bit RGB (EXIF orientation). Also return whether the background shows through.
+    """Decode an image to 8-bit RGB and apply its EXIF orientation. Also return whether the background shows through.
 
-    Raises ValueError if it is not a regular file, or its mode in Pillow is not in `modes`. Damaged files can raise any error.
+    Raises ValueError if the path is not a regular file or the Pillow mode is not in `modes`. Damaged files can raise any error.
     """
-    if isinstance(file, Path) and not file.is_file():  # reading a pipe could block forever
+    if isinstance(file, Path) and not file.is_file():  # reading from a pipe could block forever
         raise ValueError("it is not a regular file, or is missing")
     with Image.open(file) as image:
         if image.mode not in modes:
@@ -58,13 +58,13 @@ def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str,
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
-    """Crop an RGB image to a square as ADM (arXiv 2105.05233), DiT and SiT do: uint8 [resolution, resolution, 3].
+    """Crop an RGB image to a square, uint8 [resolution, resolution, 3], as ADM (arXiv 2105.05233), DiT and SiT do.
 
-    A box filter halves the image while its shorter side has at least 2 * resolution pixels. A bicubic filter scales the shorter
-    side to the resolution. The centre is cut out. Raises ValueError for images that are too small or too narrow.
+    A box filter halves the image while its shorter side has at least 2 * resolution pixels. A bicubic filter then scales the
+    shorter side to `resolution` before the centre crop. Raises ValueError for images that are too small or too narrow.
     """
     short, long = sorted(image.size)
-    if short < 8 or long > 100 * short:  # enlarging such an image could take gigabytes
+    if short < 8 or long > 100 * short:  # enlarging a narrow image could take gigabytes
         raise ValueError(f"{image.width}x{image.height} pixels; the shorter side needs 8 pixels and 1% of the longer side")
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -75,7 +75,7 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 
 
 def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10) -> Image.Image:
-    """Arrange images (uint8 [H, W, 3], one size) in rows, each below its label. Images smaller than 64 pixels are enlarged."""
+    """Arrange images (uint8 [H, W, 3], equal sizes) in a grid with a label above each. Enlarge images smaller than 64 pixels."""
     height, width = images[0].shape[:2]
     factor = -(-64 // min(height, width))
     height, width, gap, caption = height * factor, width * factor, 4, 14

@@ -1,4 +1,4 @@
-"""Progress bars and log messages, for terminals and for the log files of batch jobs."""
+"""Show progress bars and log messages in terminals and in the log files of batch jobs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ SLOW_SEC = 2.0
 
 
 def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
-    """Show tqdm's bar on stderr, or a line every LOG_EVERY_SEC if stderr is not a terminal. `settings` are tqdm's arguments."""
+    """Show a tqdm bar on stderr, or print a line every LOG_EVERY_SEC if stderr is not a terminal. tqdm receives `settings`."""
     settings = {"smoothing": 0.05, **settings}
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return tqdm(items, file=sys.stderr, dynamic_ncols=True, **settings)
-    if not settings.get("leave", True):  # no line for a short bar that would disappear
+    if not settings.get("leave", True):  # a short bar that would disappear prints no line
         settings["delay"] = LOG_EVERY_SEC
     return tqdm(items, file=_Lines(), **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
 
 
 class _Lines:
-    """A file for tqdm that writes each state of a bar to stderr as a line, without control characters."""
+    """A file object for tqdm that prints each bar update to stderr as a separate line without control characters."""
 
     def write(self, text: str) -> None:
         text = text.strip()
         if text and not text.startswith("\x1b"):
-            with contextlib.suppress(OSError):  # the run continues if nobody reads stderr (`| head`)
+            with contextlib.suppress(OSError):  # the run continues if stderr is closed (`| head`)
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
 
 
 class LogHandler(logging.StreamHandler):
-    """Write messages to stderr. In a terminal, print them above active progress bars."""
+    """Write log messages to stderr. In a terminal, the messages appear above active progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):
@@ -46,7 +46,7 @@ class LogHandler(logging.StreamHandler):
 
 @contextlib.contextmanager
 def log_if_slow(log: logging.Logger, message: str, *args: object) -> Iterator[None]:
-    """Log the message if the block takes longer than SLOW_SEC."""
+    """Log `message` if the `with` block takes longer than SLOW_SEC."""
     timer = threading.Timer(SLOW_SEC, log.info, (message, *args))
     timer.daemon = True
     timer.start()
@@ -57,6 +57,6 @@ def log_if_slow(log: logging.Logger, message: str, *args: object) -> Iterator[No
 
 
 def log_to_stderr() -> None:
-    """Log to stderr: all messages of the main process, and errors of the other processes. A second call changes nothing."""
+    """Log all messages from the main process and errors from other processes to stderr. A second call has no effect."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])

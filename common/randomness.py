@@ -1,4 +1,4 @@
-"""Random numbers that depend on the sample, not on the batch or process."""
+"""Generate random numbers that depend on the sample and not on the batch or process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str | tuple) -> int:
-    """Hash everything that random numbers depend on into a generator's seed below 2^63. Raises TypeError for floats.
+    """Hash the values that determine random numbers, and return a generator seed below 2^63. Raises TypeError for floats.
 
-    On a CPU, torch's generator uses only the low 32 bits: among 50,000 seeds, about 0.3 pairs give equal numbers.
+    On a CPU, torch's generator uses only the low 32 bits. Among 50,000 seeds, about 0.3 pairs therefore give the same numbers.
     """
     digest = hashlib.blake2b(repr(tuple(map(_plain, parts))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -27,11 +27,11 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples: randn(*shape) and rand(*shape) are [B, *shape]. Subclasses define `_draw`.
+    """Random numbers for B samples. randn(*shape) and rand(*shape) return [B, *shape]. Subclasses define `_draw`.
 
     Attributes:
-        quantiles: [B] in [0, 1]: where in their distribution the last numbers without a shape lie. A diffusion's loss draws only
-            its noise levels without a shape.
+        quantiles: Quantiles in [0, 1] of the numbers from the last call without a shape, [B]. A diffusion's loss draws only its
+            noise levels without a shape.
     """
 
     quantiles: Tensor
@@ -50,11 +50,11 @@ class SampleRandom:
 
 
 class StepRandom(SampleRandom):
-    """Random numbers of one training step: a function of (seed, step, stream, row of the global batch).
+    """Random numbers for one training step. The numbers depend only on the seed, step, stream and row of the global batch.
 
-    Every process draws the numbers of the global batch (`batch_size` rows) on its device and keeps its micro-batch (`part`).
-    So there is no state to save, and the numbers are the same for any number of processes and micro-batches. Streams are
-    independent: another draw in one does not change the others. Raises TypeError if seed or step is not an integer.
+    Every process draws numbers for the global batch (`batch_size` rows) on its device and returns the rows of its micro-batch
+    (`part`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
+    Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
     """
 
     def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
@@ -66,7 +66,7 @@ class StepRandom(SampleRandom):
 
 
 class SeedRandom(SampleRandom):
-    """Random numbers for sampling: row i depends only on seeds[i] (integers, or tuples of them), because the CPU draws them."""
+    """Random numbers for sampling. The CPU draws row i, which depends only on seeds[i] (an integer or a tuple of integers)."""
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
         self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]
@@ -74,14 +74,14 @@ class SeedRandom(SampleRandom):
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         rows = torch.stack([draw(shape, generator=g) for g in self.generators])
-        on_cuda = self.device.type == "cuda"  # a copy from pinned memory does not wait for queued work
+        on_cuda = self.device.type == "cuda"  # copies from pinned memory do not wait for queued work
         return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
 
 
 class EvenRandom(SeedRandom):
-    """SeedRandom for items 0, 1, ... of a data set. Numbers without a shape spread evenly over their distribution.
+    """Variant of SeedRandom for items 0, 1, ... of a data set. Numbers without a shape cover their distribution evenly.
 
-    Item i lies in tenth i mod 10 of the distribution, at a position that the golden ratio spreads evenly over the tenth.
+    The number for item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces each tenth's numbers evenly.
     """
 
     def __init__(self, items: Sequence[int], device: torch.device, stream: str):

@@ -1,4 +1,4 @@
-"""Read command lines, with Hydra for commands that have a configuration. An error that a user can cause becomes one line."""
+"""Parse command lines, compose configurations with Hydra, and print every user error as a single line."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from common.progress import log_to_stderr
 from configs.compose import compose_overrides
 from configs.settings import S, Settings, validate
 
-FULL_ERRORS = "HYDRA_FULL_ERROR"  # the environment variable of Hydra; all commands read it
+FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 CONFIGS = REPOSITORY / "configs"
 HELP = {"--help", "-h"}
 
 
 def guard(action: Callable[[], None]) -> None:
-    """Call `action`. Report user errors as one line with exit code 1. HYDRA_FULL_ERROR=1 keeps the traceback."""
+    """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead."""
     log_to_stderr()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     try:
         action()
     except KeyboardInterrupt:
@@ -49,7 +49,7 @@ def guard(action: Callable[[], None]) -> None:
 
 
 def format_error(error: Exception) -> str | None:
-    """Return the message that a command prints for a user error; None for other errors."""
+    """Return the message that a command prints for a user error, or None for any other error."""
     rank = os.environ.get("RANK")
     if isinstance(error, (UserError, HydraException)):
         return f"error{'' if rank is None else f' (process {rank})'}: {error}"
@@ -57,9 +57,9 @@ def format_error(error: Exception) -> str | None:
 
 
 def run(main: Callable[[S], None], config_name: str, settings: type[S], description: str) -> None:
-    """Compose configs/<config_name>.yaml with the command line, check it by `settings`, and call `main` with it, guarded.
+    """Compose configs/<config_name>.yaml with the command line, validate the result as `settings`, and call `main` in `guard`.
 
-    --help prints `description` and all keys. `main` imports torch, which takes seconds; --help and wrong keys do not wait for it.
+    `--help` prints `description` and all keys. `--help` and the check for unknown keys do not import torch, which takes seconds.
     """
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.epilog = explain_keys(config_name)
@@ -73,18 +73,18 @@ def run(main: Callable[[S], None], config_name: str, settings: type[S], descript
         guard(partial(sweep, main, config_name, settings, given.overrides))
     else:
         guard(lambda: main(check(compose_overrides(given.overrides, config_name), settings, given.overrides)))
-    if processes := sys.modules.get("runtime.processes"):  # otherwise nothing ran
+    if processes := sys.modules.get("runtime.processes"):  # imported only if a command has run
         processes.leave()
 
 
 def sweep(main: Callable[[S], None], config_name: str, settings: type[S], overrides: Sequence[str]) -> None:
-    """Call `main` for every combination of the values between commas.
+    """Call `main` for every combination of the comma-separated values.
 
-    Every run is checked before the first one starts. If a run fails, the later ones still run, and the errors are printed at the
-    end. With several processes, the first error ends the sweep, because the other processes may still be in the failed run.
-    Raises UserError for a run that `check` refuses, and for two runs that would share a folder.
+    All runs are checked before the first run starts. If a run fails, the sweep continues and prints all errors at the end. With
+    several processes, the first error ends the sweep, because the other processes may still be executing the failed run.
+    Raises UserError if `check` rejects a run, or if two runs would use the same folder.
     """
-    runs: dict[str, tuple[str, S]] = {}  # by the folder of the run
+    runs: dict[str, tuple[str, S]] = {}  # run folder -> (overrides, settings)
     for typed in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(overrides)), None)[0]:
         words, cfg = " ".join(typed), check(compose_overrides(typed, config_name), settings, typed)
         folder = f"{cfg.output_dir}/{cfg.name}" if hasattr(cfg, "name") else words
@@ -104,17 +104,17 @@ def sweep(main: Callable[[S], None], config_name: str, settings: type[S], overri
 
 
 def explain_keys(config_name: str) -> str:
-    """Return the YAML files of a command and its groups, which explain every key and hold its default."""
+    """Return the contents of a command's YAML files, which explain every key and define its default value."""
     groups = ["*/*.yaml"] if config_name == "config" else ["sampling.yaml", "guidance/*.yaml"]
     files = [CONFIGS / f"{config_name}.yaml", *(file for group in groups for file in sorted(CONFIGS.glob(group)))]
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
 def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=",)) -> S:
-    """Resolve the interpolations of a composed configuration and return it as checked settings. Raises UserError.
+    """Resolve the interpolations in a composed configuration and return validated settings. Raises UserError for wrong keys.
 
     Args:
-        overrides: the arguments that the user typed. The run is named after them (`Settings.named`).
+        overrides: Arguments that the user typed. `Settings.named` names the run after these arguments.
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
@@ -124,12 +124,12 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
 
 
 def run_command(commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None) -> None:
-    """Call the function that the first argument names, with the other arguments, `key=value`.
+    """Call the function that the first argument names, and pass the remaining `key=value` arguments to the function.
 
     Args:
-        commands: "module:function" for each command. The module is imported when the function is called.
-        description: the text that `--help` prints.
-        keys: "module:class" for commands whose function takes one object. The fields of the class are the keys of the command.
+        commands: Maps each command to "module:function". A module is imported only when its command runs.
+        description: Text that `--help` prints.
+        keys: Maps a command to "module:class" if its function accepts one object. The fields of the class are the command's keys.
     """
     name, *given = arguments or ["--help"]
     if name in HELP:
@@ -149,7 +149,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
         if "=" not in argument:
             raise UserError(f"{argument!r} is not of the form key=value")
     try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # values are YAML
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # parses the values as YAML
     except (YAMLError, OmegaConfBaseException, ValueError) as e:
         raise UserError(" ".join(str(e).split())) from e
     values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
@@ -157,7 +157,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
 
 
 def source_of(what: str) -> str:
-    """Return the source of a class, or of a function's signature and docstring, without a slow import."""
+    """Return the source code of a class, or a function's signature and docstring, without importing the module."""
     module, _, name = what.partition(":")
     source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)

@@ -1,4 +1,4 @@
-"""Compose configs/*.yaml, the row of configs/experiments.py that a command names, and the arguments of the command."""
+"""Compose a configuration from configs/*.yaml, a row of configs/experiments.py and the command-line arguments."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """Compose configs/<config_name>.yaml with these overrides, without resolving or checking it.
+    """Compose configs/<config_name>.yaml with `overrides`, without resolving interpolations or validating values.
 
-    The arguments of the row that `experiment=` names come first, so that the others can change them.
-    Raises UserError for an unknown row, for arguments that Hydra refuses, and for settings of Hydra itself.
+    If `experiment=` selects a row, its arguments come first, so that the other overrides can change them.
+    Raises UserError for an unknown row, for overrides that Hydra rejects, and for settings of Hydra itself.
     """
     for override in overrides:
         if override.lstrip("+~").startswith("hydra"):
@@ -38,7 +38,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
     try:
         with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
             cfg = hydra.compose(config_name, overrides=given)
-    except (HydraException, ValueError) as e:  # ValueError: model=3
+    except (HydraException, ValueError) as e:  # model=3 raises ValueError
         raise UserError(explain(e, overrides, config_name)) from e
     if row:
         cfg.experiment = {key: value for key, value in asdict(row).items() if key != "arguments"}
@@ -46,7 +46,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
 
 
 def find_row(overrides: Sequence[str]) -> Row | None:
-    """Return the row that `experiment=` names. Raises UserError for an unknown row."""
+    """Return the row that `experiment=` selects, or None if no row is selected. Raises UserError for an unknown row."""
     name = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("experiment=")), "null")
     if name != "null" and name not in ROWS:
         raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
@@ -54,7 +54,7 @@ def find_row(overrides: Sequence[str]) -> Row | None:
 
 
 def explain(error: Exception, overrides: Sequence[str], config_name: str) -> str:
-    """Return Hydra's message on one line, or for an unknown key, a message with the nearest keys."""
+    """Return Hydra's error message on one line. For an unknown key, return a message that suggests the nearest keys."""
     text = " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
     if unknown := re.search(r"Could not override '([^']+)'", text):
         choices = [override for override in overrides if override.partition("=")[0] in GROUPS]

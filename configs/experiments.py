@@ -1,7 +1,7 @@
-"""The paper's tables as runs of train.py: `experiment=table2/dit_b2_tread` sets all keys of a row; any key can be overridden.
+"""The papers' tables as train.py runs. For example, `experiment=table2/dit_b2_tread` selects a row of Table 2.
 
-A row holds what the paper (TREAD, arXiv 2501.04765) reports, and the arguments that train it, as a user would type them. `--cfg
-job` prints the whole configuration. To add a row, call `add` or `add_pair`.
+A row contains the paper's figures and the train.py arguments, which users can override. Most rows come from TREAD (arXiv
+2501.04765). `--cfg job` prints the complete configuration. Call `add` or `add_pair` to add a row.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. Its run is named after it and the seed: table2_dit_b2_tread_seed0."""
+    """A row of a table. The default run name contains the row's name and the seed, for example table2_dit_b2_tread_seed0."""
 
     name: str
-    table: str  # its heading in reports
-    source: str  # the paper and table of the figures
-    arguments: str  # of train.py, separated by spaces; the last one counts if a key is repeated
-    paper: dict[str, float] = field(default_factory=dict)  # the paper's figure for each metric, without guidance
-    differs: str | None = None  # differences from the protocol of the figure, beyond docs/faithfulness.md
-    baseline: str | None = None  # name of the dense row to compare with
-    paper_guided: dict[str, float] = field(default_factory=dict)  # like `paper`, with guidance
-    num_samples: int = 50_000  # for the paper's figures
+    table: str  # table heading in reports
+    source: str  # paper and table that report the figures
+    arguments: str  # train.py arguments, separated by spaces; the last value of a repeated key is used
+    paper: dict[str, float] = field(default_factory=dict)  # the paper's unguided figures by metric
+    differs: str | None = None  # differences from the paper's protocol that docs/faithfulness.md does not list
+    baseline: str | None = None  # name of the dense row that this row is compared with
+    paper_guided: dict[str, float] = field(default_factory=dict)  # the paper's guided figures by metric
+    num_samples: int = 50_000  # number of samples behind the paper's figures
 
 
-# Arguments that rows share.
+# Arguments that several rows share.
 DENSE = "model=dit"
 TREAD = "model=tread"  # half of the tokens skip blocks 2 to depth - 4
 B, XL = "model.backbone=DiT-B/2", "model.backbone=DiT-XL/2"
-# 5,000 samples along the way show when a routed run is as good as the dense one; 50,000 at the end give the paper's figure.
+# Evaluations of 5,000 samples show when a routed run matches the dense run. The last evaluation uses 50,000, as in the paper.
 IMAGENET_256 = """
     data=imagenet256 data.path=data/imagenet256 evaluation.reference=references/VIRTUAL_imagenet256_labeled.npz
     train.num_steps=400000 train.batch_size=256 train.lr=1e-4 train.ema_decay=0.9999 train.precision=bf16
@@ -39,12 +39,12 @@ IMAGENET_512 = f"""{IMAGENET_256}
     data=imagenet512 data.path=data/imagenet512 evaluation.reference=references/VIRTUAL_imagenet512.npz
     eval.final_num_samples=10000
 """
-# LightningDiT's loss and sampler; its 250 points are the ends of 249 steps.
+# LightningDiT's loss and sampler. LightningDiT's 250 time points bound 249 steps.
 LIGHTNING_DIFFUSION = """
     diffusion.timestep=logit_normal diffusion.cosine_weight=1.0
     diffusion.sampler.solver=euler diffusion.sampler.num_steps=249 diffusion.sampler.timestep_shift=0.3
 """
-# LightningDiT's configs/lightningdit_xl_vavae_f16d32.yaml, which clips no gradients.
+# Settings from LightningDiT's configs/lightningdit_xl_vavae_f16d32.yaml, which does not clip gradients.
 LIGHTNING = f"""{IMAGENET_256} {LIGHTNING_DIFFUSION}
     model.backbone=LightningDiT-XL/1 diffusion=sit
     data=custom data.name=vavae_imagenet256 data.path=data/vavae_imagenet256
@@ -52,13 +52,13 @@ LIGHTNING = f"""{IMAGENET_256} {LIGHTNING_DIFFUSION}
     train.num_steps=80000 train.batch_size=1024 train.lr=2e-4 train.betas=[0.9,0.95]
     eval.every=10000 checkpoint.every=10000 sample.every=10000
 """
-SIT_SAMPLER = "diffusion.sampler.solver=euler_maruyama diffusion.sampler.num_steps=250"  # as SiT and REPA publish it
-# REPA's published training script and README; alignment.block differs with the size.
+SIT_SAMPLER = "diffusion.sampler.solver=euler_maruyama diffusion.sampler.num_steps=250"  # the sampler that SiT and REPA publish
+# Settings from REPA's published training script and README. alignment.block depends on the network size.
 REPA = f"""{IMAGENET_256} {SIT_SAMPLER}
     diffusion=sit train.grad_clip_norm=1.0
     alignment=repa alignment.encoder=vit_base_patch14_dinov2.lvd142m alignment.weight=0.5
 """
-# Fashion-MNIST, padded to 32x32; see docs/experiments.md for data and reference.
+# Fashion-MNIST, padded to 32x32. See docs/data.md for the data and extras/benchmarks/results/fashion_tokens.md for the reference.
 FASHION = """
     data=custom data.name=fashion_mnist data.path=data/fashion
     data.in_channels=1 data.input_size=32 data.num_classes=10 data.num_workers=0
@@ -71,12 +71,12 @@ FASHION = """
 
 
 def route(selection_ratio: float, start: int, end: int) -> str:
-    """Return arguments for one route: a fraction of the tokens skips blocks start to end, inclusive."""
+    """Return the arguments for one route. A fraction `selection_ratio` of the tokens skips blocks `start` to `end`, inclusive."""
     return f"{TREAD} model.routes=[{{selection_ratio:{selection_ratio},start_layer_idx:{start},end_layer_idx:{end}}}]"
 
 
 def slug(size: str) -> str:
-    """Return a network size as row names write it: XL/2 -> xl2."""
+    """Convert a network size to the form that row names use: XL/2 -> xl2."""
     return size.replace("/", "").lower()
 
 
@@ -84,22 +84,22 @@ ROWS: dict[str, Row] = {}
 
 
 def add(name: str, *about: Any, **more: Any) -> None:
-    """Add a row to ROWS. The other arguments are the fields of Row, in their order or by name."""
+    """Add a row to ROWS. The remaining arguments are the fields of `Row`, in order or by name."""
     ROWS[name] = Row(name, *about, **more)
 
 
 def add_pair(
     name: str, table: str, source: str, base: str, fids: tuple = (), dense_differs: str | None = None, **more: Any
 ) -> None:
-    """Add a dense row and the same network with TREAD, with the paper's FIDs of both."""
+    """Add a dense row and a TREAD row for the same network. `fids` contains the paper's dense FID and TREAD FID."""
     dense, routed = ({"fid": fid} for fid in fids) if fids else ({}, {})
     add(name, table, source, f"{base} {DENSE}", dense, **{"differs": dense_differs} | more)
     add(f"{name}_tread", table, source, f"{base} {TREAD}", routed, baseline=name, **more)
 
 
-# Figures are FIDs of 50,000 unguided samples after 400,000 steps, unless a table says otherwise.
+# Unless a table says otherwise, the figures are FIDs of 50,000 unguided samples after 400,000 steps.
 
-# Table 2: the FID of DiT without and with TREAD, then of SiT. The dense figures come from other papers.
+# Table 2. The columns are the FIDs of DiT, DiT with TREAD, SiT and SiT with TREAD. The dense FIDs come from other papers.
 DIT = "the figure is DiT's: DDPM with learned variance; here EDM, sampled by Heun"
 SIT = "the figure is SiT's, sampled by the SDE; here by Heun's ODE"
 for size, *fids in (
@@ -112,20 +112,20 @@ for size, *fids in (
     add_pair(f"table2/dit_{slug(size)}", *about, f"{base} diffusion=edm", fids[:2], DIT)
     add_pair(f"table2/sit_{slug(size)}", *about, f"{base} diffusion=sit", fids[2:], SIT)
 
-# DiT-B/2: the percentage of the tokens that skip the route, and the FID.
+# DiT-B/2. The keys are the percentages of tokens that skip the route, and the values are FIDs.
 about = ("Selection rate", "TREAD, ablation of the selection rate")
 add("selection_rate/0", *about, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT)
 for rate, fid in {25: 26.50, 50: 21.34, 75: 49.29}.items():
     arguments = f"{IMAGENET_256} {B} {route(rate / 100, 2, -4)}"
     add(f"selection_rate/{rate}", *about, arguments, {"fid": fid}, baseline="selection_rate/0")
 
-# DiT-XL/2, the route scaled with the depth B (B/6 to 2B/3), or at fixed distances from both ends (2 to B - 4).
+# DiT-XL/2. Row `relative` scales the route with the depth B (B/6 to 2B/3). Row `absolute` routes from block 2 to block B - 4.
 about = ("Location scaling", "TREAD, ablation of the location's scaling")
 rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
 add("location/relative", *about, f"{IMAGENET_256} {XL} {route(0.5, 4, 18)}", {"fid": 18.81}, rounded, "table2/dit_xl2")
 add("location/absolute", *about, f"{IMAGENET_256} {XL} {route(0.5, 2, -4)}", {"fid": 7.38}, None, "table2/dit_xl2")
 
-# DiT-B/2, where half of the tokens skip the route. For its first and last block, the change of the FID from the dense network's.
+# The keys are the first and last block that half of the tokens skip. The values are FID changes from the dense DiT-B/2.
 PLACEMENTS = {
     (0, 2): 2.95, (0, 3): 2.59, (0, 4): 7.23, (0, 5): 0.92, (0, 6): -12.12, (0, 7): -15.71, (0, 8): -16.31, (0, 9): -14.82,
     (0, 10): 7.47, (7, 8): 0.61, (6, 8): 0.82, (5, 8): -4.84, (4, 8): -14.20, (3, 8): -16.31, (2, 8): -21.87, (1, 8): -21.68,
@@ -142,16 +142,16 @@ for (start, end), change in PLACEMENTS.items():
 about = ("ImageNet-512", "TREAD, ImageNet-512 (FID of 10,000 samples)")
 add_pair("imagenet512/dit_b2", *about, f"{IMAGENET_512} {B}", (62.8, 40.9), num_samples=10_000)
 
-# 80,000 steps of 1,024 images on VA-VAE's latents. The code of the routed row, published by an author of TREAD
-# (stefan-baumann/LightningDiT_TREAD), has the default route and no block in float32 after it.
+# The LightningDiT rows train for 80,000 steps of 1,024 images on VA-VAE latents. A TREAD author published the routed row's code
+# (stefan-baumann/LightningDiT_TREAD), which uses the default route and does not run the block after the route in float32.
 about = ("LightningDiT", "TREAD, LightningDiT rows")
 differs = "the paper does not say how these rows are sampled; here by LightningDiT's sampler (Euler, shift 0.3), unguided"
 routed = f"{LIGHTNING} model=lightningdit_tread model.fp32_after_route=false"
 add("lightning/xl1", *about, f"{LIGHTNING} model=lightningdit", {"fid": 5.14}, differs)
 add("lightning/xl1_tread", *about, routed, {"fid": 3.71}, differs, "lightning/xl1")
 
-# Long runs of DiT-XL/2. Rows (F), here `finetune`, continue a routed run for 60 epochs without routes. An entry holds the
-# epochs, the arguments, the differences, and FID, sFID, Inception Score, precision and recall, unguided and guided.
+# Long DiT-XL/2 runs. The paper's rows (F), called `finetune` here, train a routed run without routes for 60 more epochs.
+# Each row lists epochs, arguments, differences, and FID, sFID, Inception Score, precision and recall (unguided, then guided).
 epoch = "an epoch counted as 5,000 steps of 256 images (1,281,167 / 256 = 5,004.6)"
 ddpm = f"the figure is DiT's (arXiv 2212.09748): DDPM, learned variances, cfg 1.5 on three channels; here EDM; {epoch}"
 tuned = f"rows (F): 60 epochs are the difference between this row's and its routed run's; {epoch}; the paper's guidance "
@@ -172,7 +172,7 @@ for name, (epochs, own, differs, *figures) in FINAL.items():
     paper, guided = (dict(zip(("fid", "sfid", "inception_score", "precision", "recall"), values)) for values in figures)
     add(f"final/xl2_{name}", *about, arguments, paper, differs, baseline, guided)
 
-# SiT with alignment to DINOv2-B. REPA's own runs have no routes. Its FID of B/2 is in sihyun-yu/REPA#5 and gstoica27/DeltaFM#6.
+# SiT aligned with DINOv2-B. REPA's runs use no routes. sihyun-yu/REPA#5 and gstoica27/DeltaFM#6 report REPA's FID for SiT-B/2.
 source = "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
 differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
 routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"
@@ -181,7 +181,7 @@ for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):
     add(name, "REPA", source, f"{base} {DENSE}", {"fid": fid}, differs)
     add(f"{name}_tread", "REPA", "after REPA and TREAD", f"{base} {TREAD}", {}, routed, name)
 
-# TREAD's successor, with LightningDiT's blocks in place of the paper's. For a second stage, set init_from and ratio 0.
+# The sprint/* rows use LightningDiT's blocks instead of SPRINT's. For SPRINT's second stage, set init_from and a ratio of 0.
 about = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations")
 differs = "see docs/train.md, SPRINT; its configuration names no mean and deviation of logit(t), here 0 and 1; "
 differs += "its figure may include the steps of a dense second stage"
@@ -191,11 +191,11 @@ for size, dense, fused in (("B/2", {}, {"fid": 27.5}), ("XL/2", {"fid": 12.8}, {
     add(f"{name}_dense", *about, f"{base} model=lightningdit", dense, differs)
     add(name, *about, f"{base} model=lightningdit_sprint", fused, differs, f"{name}_dense")
 
-# Real pictures of 32x32 pixels, without an autoencoder: patches of 2 pixels give the paper's 256 tokens, of 4 pixels 64.
+# Images of 32x32 pixels need no autoencoder. A patch size of 2 gives 256 tokens, as in the paper. A patch size of 4 gives 64.
 differs = "a small classifier, not Inception; pixels, not latents; ${train.num_steps} steps of ${train.batch_size} images"
 for size in ("XS/2", "XS/4"):
     for network, diffusion in (("dit", "edm"), ("sit", "sit")):
         base, about = f"{FASHION} model.backbone=DiT-{size} diffusion={diffusion}", ("Fashion-MNIST", "after TREAD, Table 2")
         add_pair(f"fashion/{network}_{slug(size)}", *about, base, differs=differs)
-best = f"{FASHION} model.backbone=DiT-XS/4 model=sprint train.num_steps=8000 train.lr=2e-3"  # at equal time
+best = f"{FASHION} model.backbone=DiT-XS/4 model=sprint train.num_steps=8000 train.lr=2e-3"  # takes as long as 6,000 TREAD steps
 add("fashion/dit_xs4_sprint", "Fashion-MNIST", "after SPRINT", best, {}, differs, "fashion/dit_xs4")

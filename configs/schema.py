@@ -1,8 +1,8 @@
-"""The configuration of every command: its keys, their types, and the keys that a resumed run must keep.
+"""Configuration schema for every command: the keys, their types, and the keys that must not change when a run resumes.
 
-Each Hydra group has a class here. configs/*.yaml hold the default values, with a comment for every key. Diffusions and their
-samplers are settings too: `cfg.diffusion` is an `edm.EDM`, for example. The module of a choice is imported after all other keys
-are checked, because torch takes seconds to import.
+Each Hydra group has a class in this module. configs/*.yaml define the default values and explain every key in a comment.
+Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`. Importing torch takes seconds, so
+the modules of the chosen network and diffusion are imported only after all other keys are validated.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
-MAX_NUMBERS = 10**7  # maximum number of seeds or classes that a command may list
-MAX_NAME_LENGTH = 60  # characters of a run's name
+MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
+MAX_NAME_LENGTH = 60  # maximum number of characters in a generated run name
 
-# model.name -> the module of its network. It has a function `build(backbone, **settings)` and the sizes by name, BACKBONES.
+# Network modules by model.name. A network module defines `build(backbone, **settings)` and BACKBONES, which lists sizes by name.
 NETWORKS = {
     "dit": "dit",
     "tread": "dit",
@@ -37,13 +37,13 @@ NETWORKS = {
     "lightningdit_tread": "extras.lightningdit",
     "lightningdit_sprint": "extras.sprint",
 }
-# diffusion.name -> its class. It has methods `loss` and `denoise`, and a `sampler`.
+# Diffusion classes by diffusion.name. Each class has a `sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
-Diffusion = Any  # one of these classes
+Diffusion = Any  # an instance of a class in DIFFUSIONS
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
-    """`0-3`, `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for anything else, and for a repeated number."""
+    """Parse numbers and ranges: `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for invalid text and for repeated numbers."""
     numbers: list[int] = []
     for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
@@ -62,19 +62,19 @@ def known_detector(name: str) -> str:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and not only dots
-Checkpoint = Text  # the folder of a checkpoint, or of a run for its newest
+FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
+Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 Detector = Annotated[str, AfterValidator(known_detector)]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
-Compile = Literal["auto", "none", "blocks"]  # runtime.compilation.compile_network
-Labels = Literal["random", "balanced"]  # sampling.sampler.draw_labels
-EMALength = Annotated[float, Field(gt=0, le=0.28)]  # extras.posthoc_ema
+Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile
+Labels = Literal["random", "balanced"]  # see sampling.sampler.draw_labels
+EMALength = Annotated[float, Field(gt=0, le=0.28)]  # see extras.posthoc_ema
 
 
 class RouteSettings(Settings):
-    """The arguments of a `routing_module.Route`. TokenRouter checks them against the network."""
+    """Arguments of `routing_module.Route`. `TokenRouter` checks that a route fits the network."""
 
     selection_ratio: Number
     start_layer_idx: int
@@ -93,12 +93,12 @@ class Model(Settings):
 
     @property
     def module(self) -> ModuleType:
-        """Import and return the module of the network."""
+        """Import and return the network's module."""
         return importlib.import_module(NETWORKS[self.name])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return depth, width, num_heads and patch_size."""
+        """Return the backbone's depth, width, num_heads and patch_size."""
         from dit import look_up_sizes
 
         return look_up_sizes(self.backbone, self.module.BACKBONES)
@@ -110,7 +110,7 @@ class SPRINTModel(Model):
 
 
 class Data(Settings):
-    """`training.build.open_data` fills in keys that are None from the latents."""
+    """Training data settings. `training.build.open_data` reads the values of keys that are None from the latents."""
 
     name: FolderName
     path: Text | None
@@ -181,7 +181,7 @@ Guidance = Annotated[NoChoice | CFG | Interval | PathDrop | Sparse | Autoguidanc
 
 
 class Train(Settings):
-    num_steps: Count | None  # `training.build.fill_in_lengths` fills in lengths that are None, here and below
+    num_steps: Count | None  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: Count
     grad_accum_steps: Count
     lr: Positive
@@ -210,7 +210,7 @@ class CheckpointSettings(Settings):
 
 class Sample(Settings):
     every: Whole | None
-    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # a grid holds all of them
+    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one grid shows all samples
     batch_size: Count
     precision: Precision
     rounding: Literal["round", "truncate"]
@@ -248,8 +248,8 @@ class Wandb(Settings):
 class TrainConfig(Settings):
     name: FolderName
     output_dir: Text
-    experiment: dict[str, Any] | None  # configs.experiments.Row
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # the range of NumPy's global generator
+    experiment: dict[str, Any] | None  # the fields of a configs.experiments.Row
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # seed range of NumPy's global generator
     resume: Literal["auto", "never"]
     init_from: Text | None
     init_state: Literal["weights", "all"]
@@ -267,7 +267,7 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:
-        """Check the backbone and the diffusion, which needs the chosen modules."""
+        """Validate the backbone and the diffusion settings. Both checks import the chosen modules."""
         name, known = self.model.backbone, self.model.module.BACKBONES
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
@@ -278,10 +278,10 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """Name the run, if no name is typed: the default name, then each typed key with its value.
+        """Name the run after its default name and the typed keys with their values, unless the user typed a name.
 
-        The name omits keys without a role and with role COMPARED, such as train.num_steps. It also omits keys that are part of
-        the default name: data, model, experiment and its seed. A name of more than MAX_NAME_LENGTH characters ends with a hash.
+        The name omits keys that have no role or the role COMPARED, such as train.num_steps. The name also omits keys that the
+        default name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
         """
         typed = dict.fromkeys(override.lstrip("+~").partition("=")[0] for override in overrides)
         if "name" in typed:
@@ -298,15 +298,15 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
     def checkpoints_gb(self, num_parameters: int) -> float:
-        """Return the maximum GB of checkpoints (float32 weights, EMA, moments, tracked averages) and snapshots (float16)."""
+        """Return the maximum GB that checkpoints (float32 weights, EMA, moments, tracked averages) and float16 snapshots use."""
         keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
-        num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # one is written before another is removed
+        num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # saving comes before removing old checkpoints
         num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
         return (num_checkpoints * 4 * (4 + lengths) + num_snapshots * 2 * lengths) * num_parameters / 1e9
 
 
 class _Sampling(Settings):
-    """`model_extra` holds the settings of the sampler. They are checked when the sampler of the checkpoint is known."""
+    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler."""
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -332,7 +332,7 @@ class SampleConfig(_Sampling):
 
 
 def combinations(chosen_from: dict) -> list[dict]:
-    """List all choices of one entry per list: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
+    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
@@ -345,15 +345,15 @@ class FidConfig(_Sampling):
     first_seed: Whole
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
-    guidance: Annotated[list[Guidance], Field(min_length=1), BeforeValidator(combinations)]  # the command may list values
+    guidance: Annotated[list[Guidance], Field(min_length=1), BeforeValidator(combinations)]  # values may be lists
     cfg_scale: OneOrMany[Number] | None
     convert_to_rgb: bool
     evaluation: EvaluationSettings
 
     def choices(self) -> list[FidConfig]:
-        """Return a configuration per combination of weights, ema_length, guidance, cfg_scale and settings of the sampler.
+        """Return one configuration for each combination of weights, ema_length, guidance, cfg_scale and sampler settings.
 
-        Raises UserError for an empty list.
+        Raises UserError if a key is an empty list.
         """
         listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")} | self.model_extra
         for key, values in listed.items():
@@ -373,7 +373,7 @@ class Role(Enum):
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
-_ROLES = {  # the role of a group is the role of its keys that are not listed
+_ROLES = {  # a group's role applies to all unlisted keys in the group
     Role.ARCHITECTURE: (
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
@@ -401,7 +401,7 @@ def find_role(key: str) -> Role | None:
 
 
 def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
-    """List `key: stored -> current` for every key that differs. If `roles` are given, other keys are ignored."""
+    """Return `key: stored -> current` for every changed key. If `roles` is given, keys with other roles are ignored."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"

@@ -1,4 +1,4 @@
-"""Settings that pydantic checks by their types. Error messages name the key, its value and what is accepted."""
+"""Base class for settings, which pydantic validates. Error messages name the key, its value and the accepted values."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ T = TypeVar("T")
 
 
 class Settings(BaseModel):
-    """Checked settings. Unknown keys, missing keys and values of another type are errors. Objects are frozen."""
+    """Base class for frozen settings. Unknown keys, missing keys and values of the wrong type raise an error."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # built when first used
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # pydantic builds it on first use
 
     def named(self, overrides: Sequence[str]) -> Settings:
-        """Return the settings, named after `overrides` if they are those of a run (`TrainConfig.named`)."""
+        """Return the settings unchanged. `TrainConfig` overrides this method to name the run after `overrides`."""
         return self
 
 
 S = TypeVar("S", bound=Settings)
-GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's groups of choices
+GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
 
 
 def as_list(value: T | list[T]) -> list[T]:
-    """Return the list itself, or a list with the single value."""
+    """Return `value` if it is a list. Otherwise return a list with `value` as its only item."""
     return value if isinstance(value, list) else [value]
 
 
 def validate(raw: dict, settings: type[S]) -> S:
-    """Turn `raw` into checked settings. Raises UserError with a line for every wrong key."""
+    """Convert `raw` to validated settings. Raises UserError with one line for every wrong key."""
     with explained(raw, known={**flatten(raw), **settings.model_fields}):
         return settings.model_validate(raw)
 
 
 @contextlib.contextmanager
 def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
-    """A context in which pydantic's ValidationError becomes a UserError with a line for every wrong key.
+    """Convert a pydantic ValidationError in the `with` block to a UserError with one line for every wrong key.
 
     Args:
-        raw: the values that the block validates.
-        known: all keys; the message about an unknown key names the nearest of them.
+        raw: Values that the `with` block validates.
+        known: All valid keys. The message for an unknown key suggests the nearest valid keys.
     """
     try:
         yield
@@ -56,7 +56,7 @@ def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
 
 
 def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
-    """Format the wrong key, its value and pydantic's message. Pydantic's path also holds branches of unions."""
+    """Format the wrong key, its value and pydantic's message. Omit union branches, which pydantic adds to the key's path."""
     is_missing = error["type"] in ("missing", "missing_argument")
     path, value = [], raw
     for part in error["loc"]:
@@ -71,13 +71,13 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         return f"{key}= is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{key} is not a key{nearest(key, known)}"
-    if error["type"] == "value_error":  # raised by one of our functions
+    if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
     return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Format `; nearest: train.lr` with up to three similar known keys. Keys with the same last part come first."""
+    """Return up to three similar keys as text, such as `; nearest: train.lr`. Keys with the same last part come first."""
     names = {other.lower(): other for other in known if other != key}
     same = [other for name, other in names.items() if name.rpartition(".")[2] == key.lower().rpartition(".")[2]]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
@@ -85,7 +85,7 @@ def nearest(key: str, known: Iterable[str]) -> str:
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Flatten nested dictionaries to {"train.lr": 1e-4, ...}. Lists and the dictionary `experiment` are values."""
+    """Flatten nested dictionaries to {"train.lr": 1e-4, ...}. Lists and the `experiment` dictionary are not flattened."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value and f"{prefix}{key}" != "experiment":

@@ -1,4 +1,4 @@
-"""EDM (Karras et al., arXiv 2206.00364): preconditioning, loss and the Heun sampler. Written from the paper's equations."""
+"""EDM's preconditioning, loss and Heun sampler (Karras et al., arXiv 2206.00364), based on the paper's equations."""
 
 from edm.diffusion import EDM
 

@@ -1,4 +1,4 @@
-"""The stochastic second-order sampler of EDM (arXiv 2206.00364, Algorithm 2), deterministic at S_churn = 0 (Algorithm 1)."""
+"""EDM's stochastic second-order sampler (arXiv 2206.00364, Algorithm 2). S_churn = 0 makes it deterministic (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from common.types import NotNegative, Positive, Steps, settings
 
 @settings
 class HeunSampler:
-    """Heun's method along dx/dsigma = (x - D(x; sigma)) / sigma.
+    """Heun's method for the ODE dx/dsigma = (x - D(x; sigma)) / sigma.
 
     Attributes:
-        num_steps: number of noise levels. The denoiser is called 2 * num_steps - 1 times.
-        sigma_min, sigma_max: the lowest level above zero, and the first one.
-        rho: spacing of the levels. A larger rho puts more of them near sigma_min (Eq. 5).
-        S_churn: noise added back, over the whole trajectory. 0 makes the sampler deterministic.
-        S_min, S_max: noise is added only at levels in this range.
-        S_noise: standard deviation of the added noise.
+        num_steps: Number of noise levels. The sampler calls the denoiser 2 * num_steps - 1 times.
+        sigma_min, sigma_max: Lowest noise level above zero, and initial noise level.
+        rho: Exponent of the noise schedule. A larger rho places more noise levels near sigma_min (Eq. 5).
+        S_churn: Amount of noise to add over the complete trajectory. If S_churn is 0, the sampler is deterministic.
+        S_min, S_max: Range of noise levels at which the sampler adds noise.
+        S_noise: Factor by which the sampler scales the added noise.
     """
 
     num_steps: Steps = 40
@@ -42,35 +42,35 @@ class HeunSampler:
             raise ValueError(f"sigma_min={self.sigma_min} is not below sigma_max={self.sigma_max}")
 
     def noise_levels(self) -> list[float]:
-        """Return num_steps levels from sigma_max to sigma_min, then 0 (Eq. 5)."""
+        """Return num_steps noise levels from sigma_max to sigma_min, followed by 0 (Eq. 5)."""
         last = max(self.num_steps - 1, 1)
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
         return [(high + i / last * (low - high)) ** self.rho for i in range(self.num_steps)] + [0.0]
 
     def sigma_hat(self, sigma: float) -> float:
-        """Return the noise level after noise is added at sigma: sigma * (1 + gamma) (Algorithm 2)."""
+        """Return sigma * (1 + gamma), the noise level after the sampler adds noise at level sigma (Algorithm 2)."""
         gamma_max = min(self.S_churn / self.num_steps, math.sqrt(2) - 1)
         return sigma * (1 + (gamma_max if self.S_min <= sigma <= self.S_max else 0.0))
 
     def evaluated_levels(self) -> list[float]:
-        """Return the noise levels at which the denoiser is called, highest first."""
+        """Return the noise levels at which the sampler calls the denoiser, in descending order."""
         levels = self.noise_levels()[:-1]
         return sorted({*levels[1:], *map(self.sigma_hat, levels)}, reverse=True)
 
     @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """Solve from sigma_max to 0.
+        """Sample latents by integrating from sigma_max to 0.
 
         Args:
-            denoiser: (x, sigma, y) -> D_x, for x (B, C, H, W) float32, sigma (B,) float32 and y (B,).
-            noise: (B, C, H, W), unit normal.
-            y: (B,) int64 labels, passed to the denoiser.
-            random: source of the added noise, which is needed when S_churn > 0.
+            denoiser: Function (x, sigma, y) -> D_x, where x is (B, C, H, W) float32, sigma is (B,) float32 and y is (B,).
+            noise: Standard normal noise, (B, C, H, W).
+            y: Labels to pass to the denoiser, (B,) int64.
+            random: Source of the noise that the sampler adds, required if S_churn > 0.
 
         Returns:
-            (B, C, H, W) float32 latents. The solver's state is float64 if the device supports it.
+            Latents, (B, C, H, W) float32. The solver's state is float64 if the device supports it.
         """
-        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS does not support float64
         levels = self.noise_levels()
 
         def derivative(x: Tensor, sigma: float) -> Tensor:
@@ -79,15 +79,15 @@ class HeunSampler:
 
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in pairwise(levels):
-            # Add noise: from sigma to sigma_hat.
+            # Add noise to raise the noise level from sigma_cur to sigma_hat.
             sigma_hat = self.sigma_hat(sigma_cur)
             if sigma_hat > sigma_cur:
                 added = math.sqrt(sigma_hat**2 - sigma_cur**2) * self.S_noise
                 x = x + added * random.randn(*x.shape[1:]).to(dtype)
-            # Euler step.
+            # Take an Euler step.
             d_cur = derivative(x, sigma_hat)
             x_next = x + (sigma_next - sigma_hat) * d_cur
-            # Second-order correction, except at the last step, where the slope at sigma = 0 does not exist.
+            # Apply the second-order correction, except in the last step, because the slope does not exist at sigma = 0.
             if sigma_next > 0:
                 d_prime = derivative(x_next, sigma_next)
                 x_next = x + (sigma_next - sigma_hat) * (d_cur + d_prime) / 2

@@ -1,11 +1,11 @@
-"""ADM's evaluation suite (arXiv 2105.05233) in PyTorch: FID, sFID, Inception Score, precision and recall. Also FD-DINOv2.
+"""PyTorch version of ADM's evaluation suite (FID, sFID, Inception Score, precision and recall; arXiv 2105.05233) and FD-DINOv2.
 
-images.py       uint8 images from a folder or an .npz in ADM's format, in batches
-inception.py    the detector Inception-v3
-vit.py          the detector DINOv2, and encoders for alignment
-classifiers.py  detectors for small images
-features.py     features that a detector computes from images, and their cache on disk
-metrics.py      pure functions from features to numbers
-suite.py        the table of metrics, and their computation for two sets of features
-results.py      results of fid.py in a file, tables and a plot
+images.py       Reads batches of uint8 images from a folder or an .npz file in ADM's format.
+inception.py    Implements the Inception-v3 detector.
+vit.py          Implements the DINOv2 detector and the encoders for alignment.
+classifiers.py  Implements and trains detectors for small images.
+features.py     Extracts image features with a detector, and caches reference features on disk.
+metrics.py      Computes metrics from features with pure functions.
+suite.py        Lists all metrics, and computes them for two sets of features.
+results.py      Stores the results of fid.py, and writes tables and a plot.
 """

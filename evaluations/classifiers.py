@@ -1,10 +1,10 @@
-"""Small classifiers, which serve as detectors for small images. They run on a CPU in seconds and need no internet.
+"""Small classifiers as detectors for small images. The classifiers run on a CPU in seconds and need no internet access.
 
-`digits` is for the embedded digits of 8x8 pixels, `small-<set>` for a set of pictures of up to 128x128. One command trains both:
+`digits` is for the bundled 8x8 digits, and `small-<set>` is for a data set of images up to 128x128. One command trains either:
 
     python prepare_latents.py detector reference=evaluations/digits_reference.npz output=digits.safetensors num_epochs=40
 
-Their Frechet distances are called `fd_digits` and `fd_<set>`. Without Inception's features, their scale differs from FID.
+The Frechet distances are called `fd_digits` and `fd_<set>`. These distances differ in scale from FID, which uses Inception.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
 
-# Trained on digits_reference.npz, which holds the images of latents/digits.safetensors in ADM's format.
+# Weights trained on digits_reference.npz, which contains the images of latents/digits.safetensors in ADM's format.
 DIGITS_WEIGHTS = Path(__file__).with_name("digits_detector.safetensors")
 
 
@@ -41,16 +41,16 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Map images, uint8 [N, 8, 8, 3], to features [N, 64] and logits [N, 10]."""
+        """Map uint8 images [N, 8, 8, 3] to features [N, 64] and logits [N, 10]."""
         x = images.float().mean(3)[:, None] / 127.5 - 1
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        # Features are taken before the ReLU. After it, some are zero for all images, and the covariance is singular.
+        # Return features before the ReLU. After the ReLU, some features are zero for all images, so the covariance is singular.
         features = self.pool(x.flatten(1))
         return features, self.head(F.relu(features))
 
 
 class SmallNet(nn.Module):
-    """Three convolutions, each of which halves height and width."""
+    """A classifier with three convolutions, each of which halves the height and width."""
 
     def __init__(self, num_classes: int):
         super().__init__()
@@ -62,7 +62,7 @@ class SmallNet(nn.Module):
         self.head = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Map images, uint8 [N, H, W, 3], to features [N, 128], taken before the ReLU as in `DigitsNet`, and logits [N, C]."""
+        """Map uint8 images [N, H, W, 3] to logits [N, C] and to features [N, 128] before the ReLU, as in `DigitsNet`."""
         x = images.permute(0, 3, 1, 2).float() / 127.5 - 1
         features = self.pool(F.adaptive_avg_pool2d(self.convs(x), 4).flatten(1))
         return features, self.head(F.relu(features))
@@ -73,9 +73,9 @@ def _network(about: dict) -> nn.Module:
 
 
 class ClassifierDetector:
-    """Computes pooled features and class logits of square images of one size. `train_detector` writes its weights.
+    """Computes pooled features and class logits of square images with a fixed size. `train_detector` writes the weights file.
 
-    `name` is `digits` or `small-<set>`. Raises UserError if the file cannot be read or belongs to another detector.
+    `name` is `digits` or `small-<set>`. Raises UserError if the weights file cannot be read or belongs to another detector.
     """
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
@@ -91,7 +91,7 @@ class ClassifierDetector:
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """Compute features of images, uint8 [N, H, W, 3], on the device."""
+        """Compute features of uint8 images [N, H, W, 3] on the detector's device."""
         x, size = to_device(images, self.device), self._size
         if x.shape[1:3] != (size, size):
             raise UserError(f"images are {x.shape[2]}x{x.shape[1]} pixels; the {self.name} detector takes {size}x{size}")
@@ -101,13 +101,13 @@ class ClassifierDetector:
 
 
 def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
-    """Train a classifier on labelled images and write it to `output`, a file named after the set, or digits.safetensors.
+    """Train a classifier on labelled images and write it to `output`, which must be digits.safetensors or <set>.safetensors.
 
-    Returns the accuracy on held-out images, which the file also stores. On the same machine, the same number of threads
-    gives the same file.
+    Returns the accuracy on held-out images, which is also stored in the file. Training on the same machine with the same number
+    of threads produces the same file.
 
     Raises:
-        UserError: `output` exists or is not named after a set; the images have no labels or are too few, too large or not square.
+        UserError: `output` exists or has another name, or the images have no labels, are too few, too large or not square.
     """
     is_digits = output.name == "digits.safetensors"
     name = "digits" if is_digits else f"small-{output.stem}"
@@ -141,6 +141,6 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         logits = torch.cat([net(pixels[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
     accuracy = class_agreement(logits, labels[held_out])
     about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
-    # safetensors writes metadata keys in an arbitrary order. With a single key, equal weights give equal bytes.
+    # safetensors writes metadata keys in arbitrary order. A single key ensures that equal weights produce identical files.
     write_file(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
     return accuracy

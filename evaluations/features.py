@@ -1,6 +1,6 @@
-"""Features of images: the interface of detectors, extraction from a set of images, and a cache on disk for references.
+"""Extract image features with detectors, and cache the features of reference images on disk.
 
-N images, D pooled features, S spatial features, C classes.
+Shapes use N for images, D for pooled features, S for spatial features and C for classes.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Features:
-    """Features of N images, in the order of the images. Optional tensors are None if the detector does not give them."""
+    """Features of N images, in image order. Optional tensors are None if the detector does not compute them."""
 
-    detector: str  # name of the detector, which must be the same for features that metrics compare
+    detector: str  # detector name, equal for the reference and the samples that a metric compares
     pool: Tensor  # [N, D] float32
-    logits: Tensor | None = None  # [N, C] float32, whose softmax gives class probabilities
+    logits: Tensor | None = None  # [N, C] float32, unnormalised log-probabilities of the classes
     spatial: Tensor | None = None  # [N, S] float32
-    statistics: dict[str, Statistics] = field(default_factory=dict)  # stored statistics of layers, preferred by metrics
+    statistics: dict[str, Statistics] = field(default_factory=dict)  # statistics by layer, which metrics use if available
 
     def __len__(self) -> int:
         return len(self.pool)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return pool, logits and spatial by name, without those that are None."""
+        """Return the tensors `pool`, `logits` and `spatial` in a dictionary, without tensors that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
 
 class Detector(Protocol):
-    """A network that turns images into features."""
+    """A network that computes image features."""
 
-    name: str  # short name, which is part of file names
-    weights_hash: str  # hash of the weights and of everything else that changes the features, by which caches are identified
+    name: str  # short name, used in file names
+    weights_hash: str  # hash of the weights and everything else that affects the features, used to identify cached features
 
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """Compute features of images, uint8 [N, H, W, 3], on the device of the detector."""
+        """Compute features of uint8 images [N, H, W, 3] on the detector's device."""
         ...
 
 
 def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy images to the device. Raises UserError if they are not uint8 [N, H, W, 3]."""
+    """Copy images to the device. Raises UserError if the images are not uint8 with shape [N, H, W, 3]."""
     x = torch.as_tensor(images)
     if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != 3:
         raise UserError(f"images are {x.dtype} {list(x.shape)}; a detector takes uint8 [N, H, W, 3]")
     if device.type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()  # copies from pinned memory do not wait for the previous batch
+        x = x.pin_memory()  # copying from pinned memory does not wait for the previous batch
     return x.to(device, non_blocking=True)
 
 
 def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
-    """Compute each detector's features of all batches (uint8 [b, H, W, 3]) in one pass, and copy them to the CPU.
+    """Compute each detector's features for all batches (uint8 [b, H, W, 3]) in one pass, and return the features on the CPU.
 
     Raises UserError if a feature is not finite.
     """
     parts = []
     computed = ([detector.features(batch) for detector in detectors] for batch in batches)
-    # Copying to the CPU waits for the device, so the next batch is queued before the current one is copied.
+    # Copying features to the CPU waits for the device, so the loop queues the next batch before it copies the current features.
     for current, _ in pairwise(chain(computed, [None])):
         parts.append([Features(x.detector, **{name: tensor.cpu() for name, tensor in x.tensors().items()}) for x in current])
         for features in parts[-1]:
@@ -84,7 +84,7 @@ def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> lis
 
 
 def join_features(parts: Iterable[Sequence[Features]]) -> list[Features]:
-    """Concatenate features: [part][detector] -> [detector]."""
+    """Concatenate the features of each detector over all parts: [part][detector] -> [detector]."""
     return [
         Features(group[0].detector, **{name: torch.cat([getattr(x, name) for x in group]) for name in group[0].tensors()})
         for group in zip(*parts)
@@ -94,9 +94,9 @@ def join_features(parts: Iterable[Sequence[Features]]) -> list[Features]:
 def features_of_images(
     images: ImageSet, detectors: Sequence[Detector], batch_size: int, start: int, stop: int, show_progress: bool = True
 ) -> list[Features]:
-    """Compute each detector's features of images start .. stop - 1 in this process. Images are read once.
+    """Compute each detector's features of images start to stop - 1 in this process, reading every image only once.
 
-    An .npz that holds only statistics gives empty features.
+    The features are empty if the images come from an .npz file that contains only statistics.
     """
     if len(images) == 0:
         return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
@@ -106,13 +106,13 @@ def features_of_images(
 
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
-    """Return the file <folder>/<images>_<detector>_<hash>.safetensors and its header, which identifies images and weights."""
+    """Return the cache file <folder>/<images>_<detector>_<hash>.safetensors and a header that identifies images and weights."""
     header = {"images": images.fingerprint(), "weights": detector.weights_hash}
     return folder / f"{images.path.name}_{detector.name}_{hash_bytes(repr(header).encode())[:8]}.safetensors", header
 
 
 def read_cache(folder: Path, images: ImageSet, detector: Detector) -> Features | None:
-    """Load cached features with their statistics. Returns None if there are none for these images and weights."""
+    """Load cached features and statistics. Returns None if the cache contains no features for the images and detector weights."""
     file, header = _cache_file(folder, images, detector)
     try:
         with safe_open(file, framework="pt") as f:
@@ -127,9 +127,9 @@ def read_cache(folder: Path, images: ImageSet, detector: Detector) -> Features |
 
 
 def write_cache(folder: Path, images: ImageSet, detector: Detector, features: Features) -> Features:
-    """Compute statistics, cache features and statistics, and return both. Only warns if the folder cannot be written.
+    """Compute statistics, cache them with the features, and return both. Logs a warning if the cache folder is not writable.
 
-    A layer with no more images than features gets no statistics, because `frechet_distance` is exact on the features.
+    If a layer has no more images than features, no statistics are computed, because `frechet_distance` is exact on the features.
     """
     tensors = {name: x.contiguous() for name, x in features.tensors().items()}
     layers = [name for name, x in tensors.items() if name != "logits" and len(x) > x.shape[1]]

@@ -1,8 +1,8 @@
-"""Sets of uint8 RGB images on disk, in a folder or an .npz in ADM's format. Batches are read in a fixed order.
+"""Read uint8 RGB images in a fixed order from a folder or from an .npz file in ADM's format.
 
-ADM's .npz holds the images `arr_0`, uint8 [N, H, W, 3], their labels `arr_1`, and statistics of Inception's features: `mu` [2048]
-and `sigma` of the pooled features, `mu_s` [2023] and `sigma_s` of the spatial features. This project writes labels as
-`labels`. The keys `mu_dinov2` [1024] and `sigma_dinov2` hold statistics of DINOv2's class token.
+ADM's .npz files contain uint8 images [N, H, W, 3] in `arr_0`, labels in `arr_1`, and statistics of Inception's pooled features in
+`mu` [2048] and `sigma` and of its spatial features in `mu_s` [2023] and `sigma_s`. `write_npz` stores the labels in `labels`. The
+optional arrays `mu_dinov2` [1024] and `sigma_dinov2` contain statistics of DINOv2's class token.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ STATISTICS_KEYS = {
 
 
 class ImageFolder:
-    """Image files below a folder, sorted by their relative paths. Hidden files are skipped.
+    """Image files in a folder and its subfolders, sorted by relative path. Hidden files are skipped.
 
     Args:
-        convert_to_rgb: whether to convert grey, palette, CMYK and RGBA images instead of refusing them.
-        crop: crop images to this resolution as ADM does, and convert them to RGB. With None, all images must have one size.
-        background: the colour behind transparent images.
+        convert_to_rgb: Whether to convert grey, palette, CMYK and RGBA images to RGB instead of rejecting such images.
+        crop: Resolution of ADM's centre crop, which also converts images to RGB. If None, all images must have the same size.
+        background: Background colour for transparent images.
 
     Attributes:
-        shape: (N, H, W, 3).
-        files: the paths in order.
+        shape: Shape (N, H, W, 3) of the image set.
+        files: Image paths in order.
 
     Raises:
-        UserError: the folder holds no images, or an image cannot be used. The message names the file.
+        UserError: The folder contains no images, or an image cannot be used. The message names the folder or the image.
     """
 
-    labels, statistics = None, {}  # only an .npz holds them
+    labels, statistics = None, {}  # only .npz files can contain labels and statistics
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
         self.path, self.crop, self.background = Path(path), crop, background
@@ -61,19 +61,19 @@ class ImageFolder:
         return self.shape[0]
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Yield images start .. stop - 1 in batches, uint8 [b, H, W, 3]."""
+        """Yield images start to stop - 1 in uint8 batches [b, H, W, 3]."""
         files = self.files[start:stop]
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
     def outline(self) -> str:
-        """Hash the arguments and the names and sizes in bytes of the files. A copy on another machine has the same hash."""
+        """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
         sizes = [(file.relative_to(self.path).as_posix(), file.stat().st_size) for file in self.files]
         return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
 
     def fingerprint(self) -> str:
-        """Hash the outline and the modification times. Hashing the content of all files would take as long as evaluating them."""
+        """Hash the outline and modification times. Hashing the contents would take as long as evaluating the images."""
         return hash_bytes(repr([self.outline(), [file.stat().st_mtime_ns for file in self.files]]).encode())
 
     def _read(self, file: Path) -> np.ndarray:
@@ -88,15 +88,15 @@ class ImageFolder:
 
 
 class NpzImages:
-    """The images of an .npz. They are read from the archive in batches, so memory does not limit their number.
+    """Images in an .npz file. Batches are read directly from the file, so the images do not have to fit into memory.
 
     Attributes:
-        shape: (N, H, W, 3); N = 0 if the file holds only statistics.
-        labels: [N] int64, or None.
-        statistics: {detector: {layer: Statistics}} for the statistics in the file.
+        shape: Shape (N, H, W, 3) of the images. N is 0 if the file contains only statistics.
+        labels: Labels [N], int64, or None if the file contains no labels.
+        statistics: Statistics in the file, as {detector: {layer: Statistics}}.
 
     Raises:
-        UserError: the file cannot be used. The message names the file and the key.
+        UserError: The file cannot be used. The message names the file and the array.
     """
 
     def __init__(self, path: str | Path):
@@ -125,7 +125,7 @@ class NpzImages:
         return self.shape[0]
 
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Yield images start .. stop - 1 in batches, uint8 [b, H, W, 3]. Raises UserError if the file is damaged."""
+        """Yield images start to stop - 1 in uint8 batches [b, H, W, 3]. Raises UserError if the file is damaged."""
         stop = len(self) if stop is None else stop
         with reading(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             f.seek(self._header_bytes + start * int(np.prod(self.shape[1:])))
@@ -136,18 +136,18 @@ class NpzImages:
                 yield images
 
     def outline(self) -> str:
-        """Hash the names, sizes and checksums (CRC-32) of the arrays, which the archive lists."""
+        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays."""
         with reading(self.path), zipfile.ZipFile(self.path) as archive:
             return hash_bytes(repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode())
 
-    fingerprint = outline  # the checksums cover the content
+    fingerprint = outline  # the checksums already cover the contents of the arrays
 
 
 ImageSet = NpzImages | ImageFolder
 
 
 def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white") -> ImageSet:
-    """Open a folder as an `ImageFolder` with these arguments, or an .npz. Raises UserError if the images cannot be used."""
+    """Open a folder as an `ImageFolder`, or an .npz file as `NpzImages`. Raises UserError if the images cannot be used."""
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop, background)
@@ -161,9 +161,9 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
 def write_npz(
     path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
 ) -> None:
-    """Write N images, uint8 [H, W, 3] each, one at a time, so memory does not limit their number. `shape` is (N, H, W, 3).
+    """Write uint8 images [H, W, 3] to an .npz file one at a time, so the images do not have to fit into memory.
 
-    labels: [N] integers. If an image has another shape or type, or writing fails, raises UserError and leaves no file.
+    `shape` is (N, H, W, 3), and `labels` has N integers. An invalid image or a write error raises UserError and leaves no file.
     """
     with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
@@ -178,7 +178,7 @@ def write_npz(
 
 
 def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the batches. A thread reads the next batch while the caller uses the current one."""
+    """Yield the batches. A thread reads the next batch while the caller uses the current batch."""
     batches = iter(batches)
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(next, batches, None)

@@ -1,4 +1,4 @@
-"""Inception-v3 of 2015-12-05 in torch-fidelity's port, which resizes images like TensorFlow 1."""
+"""Inception-v3 detector with the weights of 2015-12-05. torch-fidelity's implementation resizes images as TensorFlow 1 does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
-WEIGHTS_SHA256 = "6726825d"  # first digits of the hash, as in the file name
-SPATIAL_CHANNELS = 7  # ADM keeps the first 7 channels of mixed_6, which give about as many features as pool3
+WEIGHTS_SHA256 = "6726825d"  # first digits of the SHA-256 hash, as in the file name
+SPATIAL_CHANNELS = 7  # ADM uses the first 7 channels of mixed_6, which give about as many features as pool3
 
 
 def fetch_weights() -> Path:
-    """Return the file of the published weights (96 MB). Download it to $TORCH_HOME/hub/checkpoints if it is missing.
+    """Return the path of the published weights (96 MB). Download the file to $TORCH_HOME/hub/checkpoints if it is missing.
 
-    If several processes call this, one downloads and the others wait. Raises UserError if the download fails.
+    If several processes call this function, one process downloads the file while the others wait. Raises UserError on failure.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
@@ -40,7 +40,7 @@ def fetch_weights() -> Path:
             with FileLock(f"{file}.lock"):
                 if not file.exists():
                     torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)
-        except (OSError, RuntimeError) as e:  # RuntimeError means a wrong SHA-256
+        except (OSError, RuntimeError) as e:  # a wrong SHA-256 hash raises RuntimeError
             raise UserError(
                 f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once "
                 f"with a network, or put {WEIGHTS_URL} at {file} (below $TORCH_HOME), or set evaluation.weights=<the file>"
@@ -51,9 +51,9 @@ def fetch_weights() -> Path:
 
 
 class InceptionDetector:
-    """Computes ADM's features: pool3 [N, 2048], spatial [N, 2023], and logits [N, 1008] without the bias of the last layer.
+    """Computes ADM's pool3 features [N, 2048], spatial features [N, 2023], and logits [N, 1008] without the last layer's bias.
 
-    `weights` is a file of torch-fidelity or pytorch-fid. Raises UserError if it is missing, damaged or for another network.
+    `weights` is a torch-fidelity or pytorch-fid file. Raises UserError if the file is missing, damaged or for another network.
     """
 
     name = "inception"
@@ -63,7 +63,7 @@ class InceptionDetector:
 
         self.device, file, copy = torch.device(device), Path(weights), io.BytesIO()
         with reading(f"{file} (Inception's weights, {WEIGHTS_URL})"):
-            # The extractor unpickles with weights_only=False, so it gets a copy of tensors that were loaded safely.
+            # The extractor loads its file with weights_only=False, so we pass a copy of the tensors that was loaded safely.
             torch.save(torch.load(file, map_location="cpu", weights_only=True), copy)
             copy.seek(0)
             outputs = ["2048", "logits_unbiased"]
@@ -71,7 +71,7 @@ class InceptionDetector:
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): do not compare with papers", file, sha256[:8])
-        # TensorFlow's mixed_6/conv is the 1x1 branch, after its ReLU, of the block that PyTorch ports call Mixed_6d.
+        # TensorFlow's mixed_6/conv is the output (after the ReLU) of the 1x1 branch in the block that PyTorch calls Mixed_6d.
         self._net.Mixed_6d.branch1x1.register_forward_hook(self._keep)
         self._net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
 
@@ -80,8 +80,8 @@ class InceptionDetector:
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """Compute features of images, uint8 [N, H, W, 3] of any size, on the device."""
+        """Compute features of uint8 images [N, H, W, 3] of any size on the detector's device."""
         with full_float32():
             pool, logits = self._net(to_device(images, self.device).permute(0, 3, 1, 2))
-        spatial = self._kept.permute(0, 2, 3, 1).flatten(1)  # in TensorFlow's order, NHWC
+        spatial = self._kept.permute(0, 2, 3, 1).flatten(1)  # flattened in TensorFlow's NHWC order
         return Features(self.name, pool=pool, logits=logits, spatial=spatial)

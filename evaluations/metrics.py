@@ -1,7 +1,7 @@
 """Metrics as pure functions of features.
 
-N samples, D features, C classes. Frechet distances and scores are computed in float64, the neighbour search in the precision
-of the features. Features must be finite; `features.extract` checks this.
+Shapes use N for samples, D for features and C for classes. Frechet distances and scores are computed in float64, and nearest
+neighbours in the precision of the features. All features must be finite, which `features.extract` checks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Statistics:
-    """A Gaussian fitted to features."""
+    """Mean and covariance of a Gaussian that is fitted to features."""
 
-    mu: Tensor  # [D] float64, the mean
-    sigma: Tensor  # [D, D] float64, the covariance with N - 1 in the denominator, like np.cov
+    mu: Tensor  # mean [D], float64
+    sigma: Tensor  # covariance [D, D], float64, normalised by N - 1 like np.cov
 
     def to(self, device: torch.device | str) -> Statistics:
         return Statistics(self.mu.to(device), self.sigma.to(device))
 
     @functools.cached_property
     def root(self) -> Tensor:
-        """Factor sigma as A A^T, A [D, D]. The result is cached, because many sample sets share a reference."""
+        """Return A [D, D] such that sigma = A A^T. The result is cached because many sample sets share one reference."""
         values, vectors = torch.linalg.eigh(_symmetric(self.sigma))
-        return vectors * values.clamp(min=0).sqrt()  # only rounding makes eigenvalues negative
+        return vectors * values.clamp(min=0).sqrt()  # eigenvalues are negative only because of rounding errors
 
 
 def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
-    """Compute statistics of features [N, D] in float64. Chunks are converted one at a time, to save memory.
+    """Compute the statistics of features [N, D] in float64. Chunks are converted one at a time to save memory.
 
-    The mean is computed first: a sum of x x^T would lose digits if the mean is large compared with the standard deviation.
+    The mean is subtracted first, because summing x x^T loses precision if the mean is much larger than the standard deviation.
     """
     chunks = features.split(chunk_size)
     mean = sum(chunk.double().sum(0) for chunk in chunks) / len(features)
@@ -51,16 +51,16 @@ def statistics_of(features: Tensor, chunk_size: int = 4096) -> Statistics:
 
 
 def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) -> float:
-    """Compute the Frechet distance between two Gaussians, given by statistics or fitted to samples [N, D], N > 1.
+    """Compute the Frechet distance between two Gaussians, which are given as statistics or fitted to samples [N, D] with N > 1.
 
-    It is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
-    The trace of the root is computed without the root of a non-symmetric matrix and without complex numbers:
+    The distance is |mu1 - mu2|^2 + tr sigma1 + tr sigma2 - 2 tr (sigma1 sigma2)^(1/2) (Heusel et al. 2017, eq. 6).
+    The trace of the square root is computed without complex numbers or the square root of a non-symmetric matrix:
 
-    - With sigma1 = A A^T, sigma1 sigma2 has the eigenvalues of the symmetric A^T sigma2 A.
-    - With N <= D samples the covariance is singular, and the rounding errors of its zero eigenvalues would change the result
-      by about 1e-5. Let X1 be the centred samples divided by sqrt(N - 1). Then sigma1 sigma2 has the nonzero eigenvalues of
-      X1 sigma2 X1^T.
-    - If both sides are N <= D samples, the trace is the nuclear norm of X1 X2^T.
+    - If sigma1 = A A^T, then sigma1 sigma2 has the same eigenvalues as the symmetric matrix A^T sigma2 A.
+    - If there are N <= D samples, the covariance is singular, and rounding errors in its zero eigenvalues would change the
+      distance by about 1e-5. Let X1 be the centred samples divided by sqrt(N - 1). Then sigma1 sigma2 and X1 sigma2 X1^T have the
+      same nonzero eigenvalues.
+    - If both arguments have N <= D samples, the trace of the square root is the nuclear norm of X1 X2^T.
     """
     first, second = (statistics_of(x) if isinstance(x, Tensor) and len(x) > x.shape[1] else x for x in (first, second))
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -69,7 +69,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
     samples, gaussian = (first, second) if isinstance(first, Tensor) else (second, first)
     if isinstance(samples, Tensor):
         mu, x = _centred(samples)
-        roots = _roots_of_eigenvalues(x @ gaussian.sigma @ x.T)[1:]  # centring makes the smallest one zero
+        roots = _roots_of_eigenvalues(x @ gaussian.sigma @ x.T)[1:]  # centring makes the smallest eigenvalue zero
         return _combine(mu, x.square().sum(), gaussian.mu, gaussian.sigma.trace(), roots.sum())
     roots = _roots_of_eigenvalues(first.root.T @ second.sigma @ first.root)
     return _combine(first.mu, first.sigma.trace(), second.mu, second.sigma.trace(), roots.sum())
@@ -77,7 +77,7 @@ def frechet_distance(first: Statistics | Tensor, second: Statistics | Tensor) ->
 
 def _combine(mu1: Tensor, trace1: Tensor, mu2: Tensor, trace2: Tensor, trace_of_root: Tensor) -> float:
     distance = (mu1 - mu2).square().sum() + trace1 + trace2 - 2 * trace_of_root
-    return max(distance.item(), 0.0)  # rounding can make the distance of equal distributions negative
+    return max(distance.item(), 0.0)  # rounding errors can make the distance slightly negative
 
 
 def _symmetric(x: Tensor) -> Tensor:
@@ -89,21 +89,21 @@ def _roots_of_eigenvalues(x: Tensor) -> Tensor:
 
 
 def _centred(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean [D] and a matrix X [N, D] in float64, such that X^T X is the covariance."""
+    """Return the mean [D] and a matrix X [N, D] such that X^T X is the covariance. Both are float64."""
     x = features.double()
     mu = x.mean(0)
     return mu, (x - mu) / (len(x) - 1) ** 0.5
 
 
 def inception_score(logits: Tensor, split_size: int = 5000) -> float:
-    """Compute exp(mean over samples of KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
+    """Compute the Inception Score, exp(mean KL(p(y|x) || p(y))), averaged over consecutive splits (Salimans et al. 2016).
 
-    As in ADM's evaluator, a short last split counts like the others.
-    logits: [N, C] in the order of the samples. Those of Inception must omit the bias of the last layer.
+    As in ADM's evaluator, a shorter last split has the same weight as the other splits.
+    `logits` [N, C] must be in sample order, and Inception logits must omit the bias of the last layer.
     """
     scores = []
     for split in logits.split(split_size):
-        log_p = split.double().log_softmax(dim=1)  # finite where log(softmax) is not
+        log_p = split.double().log_softmax(dim=1)  # remains finite where softmax underflows to zero
         p = log_p.exp()
         marginal = p.mean(0)
         entropy_of_marginal = -torch.special.xlogy(marginal, marginal).sum()
@@ -113,9 +113,9 @@ def inception_score(logits: Tensor, split_size: int = 5000) -> float:
 
 
 def class_agreement(logits: Tensor, labels: Tensor) -> float:
-    """Compute the fraction of samples whose most likely class (logits [N, C]) is the requested class (labels [N] int64).
+    """Compute the fraction of samples whose most likely class (logits [N, C]) is the requested class (labels [N], int64).
 
-    Raises UserError for labels outside 0 .. C - 1.
+    Raises UserError if a label is outside the range 0 to C - 1.
     """
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
@@ -124,7 +124,7 @@ def class_agreement(logits: Tensor, labels: Tensor) -> float:
 
 
 def standard_error(jackknife: Sequence[float]) -> float:
-    """Compute a metric's standard error by the delete-a-group jackknife, from its values without each of several equal groups."""
+    """Compute a metric's standard error with the delete-a-group jackknife. Each value leaves out one of several equal groups."""
     return statistics.pstdev(jackknife) * (len(jackknife) - 1) ** 0.5
 
 
@@ -132,12 +132,12 @@ NUM_NEIGHBOURS = 3  # number of neighbours in improved precision and recall (Kyn
 
 
 def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) -> tuple[float, float]:
-    """Compute precision and recall: the fraction of samples [N, D] in a ball around any reference [M, D], and vice versa.
+    """Compute precision, the fraction of samples [N, D] in a ball around any reference [M, D], and recall, with the sets swapped.
 
-    The ball of a point reaches to its third nearest neighbour in its own set, border included. Distances are computed in tiles,
-    so memory only needs to hold a centred copy of the features and a few tiles. Features are float32 or float64; N, M > 3.
+    Each ball extends to its point's third nearest neighbour in the same set, inclusive. Distances are computed in tiles, so only
+    a centred copy of the features and a few tiles have to fit into memory. Features must be float32 or float64, with N, M > 3.
     """
-    # |a|^2 + |b|^2 - 2ab loses digits if the norms are large compared with the distance. Centring makes the norms small.
+    # |a|^2 + |b|^2 - 2ab loses precision if the norms are much larger than the distance. Centring reduces the norms.
     centre = reference.mean(0)
     reference, samples = reference - centre, samples - centre
     with full_float32():
@@ -149,21 +149,21 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
                 distances = _squared_distances(reference[rows], samples[columns])
                 sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
                 reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
-    # Python divides, because MPS has no float64.
+    # Divide Python integers, because MPS does not support float64.
     return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)
 
 
 def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
-    """Compute squared distances [N] from the points x [N, D] to their third nearest neighbours.
+    """Compute the squared distance from each point in x [N, D] to its third nearest neighbour. Returns a tensor [N].
 
-    Distances are at least the rounding error of zero, so that the ball around a point contains duplicates of the point.
+    Each distance is at least the rounding error of a zero distance, so that the ball around a point contains its duplicates.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 
     def keep_smallest(rows: slice, distances: Tensor) -> None:
         nearest[rows] = torch.cat([nearest[rows], distances], dim=1).topk(NUM_NEIGHBOURS, dim=1, largest=False).values
 
-    # Distances are symmetric, so each tile gives neighbours of its rows and of its columns.
+    # Distances are symmetric, so each tile provides neighbours for its rows and for its columns.
     for rows, columns in combinations_with_replacement(_tiles(x, tile_size), 2):
         distances = _squared_distances(x[rows], x[columns])
         if rows == columns:
@@ -172,7 +172,7 @@ def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
             keep_smallest(columns, distances.T)
         keep_smallest(rows, distances)
     rounding = 32 * torch.finfo(x.dtype).eps * x.square().sum(1)
-    return nearest[:, -1].maximum(rounding)  # topk sorts the smallest first
+    return nearest[:, -1].maximum(rounding)  # topk sorts in ascending order
 
 
 def _tiles(x: Tensor, size: int) -> list[slice]:
@@ -180,16 +180,16 @@ def _tiles(x: Tensor, size: int) -> list[slice]:
 
 
 def _squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Compute squared distances [n, m] between a [n, D] and b [m, D]."""
+    """Compute the squared distances [n, m] between the rows of a [n, D] and the rows of b [m, D]."""
     products = torch.addmm(b.square().sum(1), a, b.T, alpha=-2)
     return products.add_(a.square().sum(1, keepdim=True)).clamp_(min=0)
 
 
 @contextlib.contextmanager
 def full_float32():
-    """Compute float32 products and convolutions in float32, even if the caller allows TF32 (cuDNN does by default).
+    """Disable TF32 for float32 matrix products and convolutions. By default, PyTorch allows TF32 in cuDNN convolutions.
 
-    With TF32's ten bits of mantissa, close neighbours cannot be told apart, and features would depend on the GPU.
+    TF32's 10-bit mantissa cannot distinguish close neighbours, and features computed in TF32 would depend on the GPU.
     """
     cudnn = torch.backends.cudnn
     matmul_before, cudnn_before = torch.get_float32_matmul_precision(), cudnn.allow_tf32

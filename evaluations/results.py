@@ -1,4 +1,4 @@
-"""Evaluation results in a folder: the evaluated points, tables and a plot."""
+"""Store the results of evaluated points in a folder, and write tables and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evaluations.suite import display_name, format_metric
 
 @dataclass(frozen=True)
 class Point:
-    """Something to evaluate: a checkpoint with settings of its sampler, or a set of images."""
+    """A checkpoint with sampling settings, or a set of images, that fid.py evaluates."""
 
     settings: dict  # settings as stored in results.jsonl
     content: str  # hash of the checkpoints or images
@@ -25,16 +25,16 @@ class Point:
 
     @property
     def identity(self) -> dict:
-        """Return the content, and the settings without paths. They do not depend on where the files are."""
+        """Return the content hash and the settings without paths, so that moving the files does not change the identity."""
         return without_paths(self.settings) | {"content": self.content}
 
 
 class Results:
-    """The evaluated points in a folder's results.jsonl. Points are the same if identity and conditions are equal.
+    """Evaluated points in a folder's results.jsonl. Two points are considered equal if identity and conditions are equal.
 
     Args:
-        conditions: settings that all points share: the number of samples, the detector, the reference and so on.
-        about: the conditions as shown in tables.
+        conditions: Settings that all points share, such as the number of samples, the detector and the reference.
+        about: Conditions as shown in tables.
     """
 
     def __init__(self, folder: Path, conditions: dict, about: dict | None = None):
@@ -42,12 +42,12 @@ class Results:
         self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
     def find(self, point: Point) -> dict | None:
-        """Return the point's object in results.jsonl, or None if it is not evaluated yet."""
+        """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
         identity = json.loads(json.dumps(point.identity | self.conditions))
         return next((line for line in self.lines if without_paths(line["point"]) == identity), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
-        """Append an evaluated point. `jackknife` holds metrics without each group of samples, `cost` the cost per image."""
+        """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
         settings = point.settings | self.conditions | {"content": point.content}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.shown, "about": self.about, **values}
@@ -55,14 +55,14 @@ class Results:
         self.lines.append(json.loads(json.dumps(line)))
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
-        """Write results.csv and results.md with all points of the folder, and results.png with `points` if they are a sweep.
+        """Write all points in the folder to results.csv and results.md. If there are several `points`, plot them in results.png.
 
         Args:
-            plotted: the metric to plot. Among points with equal conditions, `*` marks its lowest value, and `~` the values that
-                do not differ significantly from it.
+            plotted: Metric to plot. Among points with equal conditions, the tables mark the lowest value of the metric with `*`,
+                and values that do not differ significantly from the lowest value with `~`.
 
         Returns:
-            A table for a terminal: the metrics, and the settings in which rows differ.
+            Text table for a terminal, with the metrics and the settings that differ between rows.
         """
 
         def conditions(line: dict) -> list:
@@ -99,14 +99,14 @@ class Results:
 
 
 def without_paths(settings: dict) -> dict:
-    """Return the settings of a point without paths."""
+    """Return a point's settings without the entries that contain paths."""
     return {name: value for name, value in settings.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
 
 
 def differ(line: dict, other: dict, metric: str) -> bool:
-    """Return whether two results differ by more than the 95% confidence interval of their difference.
+    """Return whether zero is outside the 95% confidence interval of the difference between two results.
 
-    The difference is computed for each group of the jackknife, because points with the same seeds share most of their noise.
+    The jackknife is applied to the difference itself, because points with the same seeds share most of their sampling noise.
     """
     from scipy.special import stdtrit  # scipy is slow to import
 
@@ -123,25 +123,25 @@ def _format(name: str, value: object, error: float | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table that ends with a newline. Bars in cells are escaped."""
+    """Format a Markdown table that ends with a newline. Vertical bars in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def in_words(settings: dict) -> str:
-    """Format settings as text: `step 400000, cfg_scale 1.5`."""
+    """Format settings as text, such as `step 400000, cfg_scale 1.5`."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def plot(settings: list[dict], values: list[float], errors: list[float], label: str) -> bytes:
-    """Plot a metric with its standard errors against the numeric setting with the most values, and return the PNG.
+    """Plot a metric with standard errors against the numeric setting that has the most values, and return the plot as a PNG.
 
-    Each combination of the other settings gets its own line.
+    Each combination of the other settings has a separate curve.
     """
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
 
-    names = dict.fromkeys(name for row in settings for name in row)  # samplers of EDM and SiT have different settings
+    names = dict.fromkeys(name for row in settings for name in row)  # EDM and SiT samplers have different settings
     choices = {name: {row.get(name) for row in settings} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     axis = max(numbers, key=lambda name: len(choices[name]))
@@ -153,7 +153,7 @@ def plot(settings: list[dict], values: list[float], errors: list[float], label: 
         curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
     for name, curve in curves.items():
         x, y, error = zip(*sorted(curve))
-        label_text = name.replace("$", r"\$") or None  # matplotlib reads $ as the start of a formula
+        label_text = name.replace("$", r"\$") or None  # matplotlib interprets $ as the start of a formula
         panel.errorbar(x, y, error, marker="o", capsize=3, label=label_text)
     panel.set(xlabel=axis, ylabel=label)
     panel.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Compute all metrics of two sets of features. The table METRICS lists their names, directions, formats and functions."""
+"""Compute all metrics of two feature sets. METRICS lists the name, direction, format and function of each metric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FeaturePair:
-    """The input of a metric: features of the reference and of the samples. Labels and device are those of `evaluate`."""
+    """Reference and sample features that a metric compares. See `evaluate` for the meaning of `labels` and `device`."""
 
     reference: Features
     samples: Features
@@ -29,18 +29,18 @@ class FeaturePair:
     device: torch.device | str
 
     def frechet_distance(self, layer: str) -> float | None:
-        """Compute the distance for a layer. Returns None if a side has neither statistics of the layer nor two images."""
+        """Compute the Frechet distance for a layer. Returns None if a set has no statistics and fewer than two images."""
         sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         if is_missing:
             return None
-        if torch.device(self.device).type == "cuda":  # other devices may lack float64, and the CPU takes only seconds
+        if torch.device(self.device).type == "cuda":  # other devices may lack float64, and the CPU needs only seconds
             sides = [side.to(self.device) for side in sides]
         return metrics.frechet_distance(*sides)
 
     @functools.cached_property
     def precision_recall(self) -> tuple[float | None, float | None]:
-        """Compute both at once, because they share the neighbour search. Both are None if a side has too few images."""
+        """Compute precision and recall with one neighbour search. Returns (None, None) if a set has too few images."""
         if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
         return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
@@ -51,17 +51,17 @@ class FeaturePair:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the features of certain detectors."""
+    """A metric, and the detectors that provide its features."""
 
-    name: str  # `{}` stands for the detector or its set, because values depend on the detector
-    detectors: tuple[str, ...]  # names of the detectors, where `small` stands for `small-<set>` of any set
+    name: str  # `{}` is replaced by the detector or its data set, because values depend on the detector
+    detectors: tuple[str, ...]  # detector names, where `small` matches `small-<set>` for any data set
     direction: str  # which values are better, `lower` or `higher`
-    format: str  # format of a value in tables and logs (files keep full precision)
-    compute: Callable[[FeaturePair], float | None]  # returns None if images or labels are missing
-    in_jackknife: bool = True  # False if it is too slow to repeat
+    format: str  # format in tables and logs (results.jsonl has full precision)
+    compute: Callable[[FeaturePair], float | None]  # returns None if there are too few images or no labels
+    in_jackknife: bool = True  # False if the metric is too slow to compute repeatedly
 
 
-# A detector's first metric is its primary metric.
+# The first metric that lists a detector is the primary metric of that detector.
 METRICS = (
     Metric("fid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("pool")),
     Metric("sfid", ("inception",), "lower", ".2f", lambda pair: pair.frechet_distance("spatial")),
@@ -77,23 +77,23 @@ METRICS = (
 
 
 def metrics_for(detector: str) -> list[Metric]:
-    """List the metrics of a detector with full names, the primary metric first. The list is empty for an unknown detector."""
+    """List a detector's metrics with full names, starting with the primary metric. Returns [] for an unknown detector."""
     name = small_set(detector)
     rows = [metric for metric in METRICS if ("small" if name else detector) in metric.detectors]
     return [replace(metric, name=metric.name.format(name or detector)) for metric in rows]
 
 
 def find_metric(name: str) -> Metric | None:
-    """Find the row of METRICS for a full name such as fid or fd_fashion. Returns None for other names."""
+    """Find the METRICS entry for a full name such as fid or fd_fashion. Returns None for an unknown name."""
     return next((metric for metric in METRICS if re.fullmatch(metric.name.replace("{}", "[a-z0-9_]+"), name)), None)
 
 
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Compute all metrics of the detector that made the features, in the order of METRICS. Omit those without enough data.
+    """Compute all metrics of the detector that extracted the features, in METRICS order. Metrics without enough data are omitted.
 
-    labels: [N] int64, the requested class of each sample. device: where the neighbour search runs.
+    `labels` [N], int64, contains the requested classes. The neighbour search runs on `device`, as do Frechet distances on CUDA.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_for(samples.detector)}
@@ -103,9 +103,9 @@ def evaluate(
 
 
 def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
-    """Compute metrics without each of num_groups groups of consecutive samples: {name: [value without group i]}.
+    """Compute metrics num_groups times, each time leaving out a different group of consecutive samples.
 
-    `metrics.standard_error` takes such a list. The result is empty if a group would have fewer than two samples.
+    Returns {name: [value without group i]} for `metrics.standard_error`, or {} if a group would have fewer than two samples.
     """
     values: dict[str, list[float]] = {}
     for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
@@ -119,22 +119,22 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
 
 
 def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
-    """Add sample count and guidance scale (1: no guidance) to a name: `fid50k/cfg1.5`, or `fd_dinov2_5k` after a digit."""
+    """Append the sample count and guidance scale to a metric name, as in `fid50k/cfg1.5`, or `fd_dinov2_5k` after a digit."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)
     return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}" + ("" if cfg_scale is None else f"/cfg{float(cfg_scale)}")
 
 
 def format_metric(metric: str, value: float) -> str:
-    """Format a value as METRICS says, or with four significant digits if the metric is unknown."""
+    """Format a value with the metric's format from METRICS, or with four significant digits for an unknown metric."""
     found = find_metric(metric)
     return f"{value:{found.format if found else '.4g'}}"
 
 
 def format_mean(metric: str, values: Sequence[float]) -> str:
-    """Format mean and standard deviation (n - 1) as `40.00 ± 1.41`. A single value has no deviation."""
+    """Format the mean and the sample standard deviation as in `40.00 ± 1.41`. A single value is formatted without a deviation."""
     return " ± ".join(format_metric(metric, x) for x in (fmean(values), *([stdev(values)] if len(values) > 1 else [])))
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """Format all values on one line: `fid 2.27, sfid 4.60`."""
+    """Format all metrics on one line, as in `fid 2.27, sfid 4.60`."""
     return ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in values.items())

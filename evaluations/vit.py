@@ -1,6 +1,6 @@
-"""Frozen vision transformers from timm, among them the detector of FD-DINOv2 (DINOv2 ViT-L/14).
+"""Frozen vision transformers from timm, including the FD-DINOv2 detector (DINOv2 ViT-L/14).
 
-B images, N = grid * grid patches, D width. timm takes seconds to import, so functions import it when they need it.
+Shapes use B for images, N = grid * grid for patches and D for width. Functions import timm locally because the import is slow.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
 
 
 class Encoder:
-    """A frozen vision transformer, which maps images to a class token [B, D] and patch tokens [B, N, D].
+    """A frozen vision transformer that maps images to class tokens [B, D] and patch tokens [B, N, D].
 
-    Images are resized to a square with a bicubic filter and normalised with timm's mean and deviation for these weights.
+    The encoder resizes images to a square with a bicubic filter and normalises pixels with timm's mean and deviation.
 
     Args:
-        name: timm's name of a VisionTransformer with the tag of its weights, such as vit_base_patch14_dinov2.lvd142m.
-        weights: a .safetensors file or a torch.save file, as timm or the authors publish it. None takes it from the hub.
-        input_size: height = width of the resized images, a multiple of the patch size.
-        recipe: `repa` resizes images without antialias, and position tables like timm (bicubic with antialias). `edm2`, for
-            FD-DINOv2, resizes images with antialias, and position tables like the code of DINOv2.
-        precision: precision of matrix products, fp32 or bf16. The caller's autocast has no effect.
+        name: timm model name of a VisionTransformer with the tag of the weights, such as vit_base_patch14_dinov2.lvd142m.
+        weights: .safetensors or torch.save file, as published by timm or the authors. If None, use the Hugging Face hub's file.
+        input_size: Height and width of the resized images. Must be a multiple of the patch size.
+        recipe: `repa` resizes images without antialiasing, and position embeddings as timm does (bicubic with antialiasing).
+            `edm2`, which FD-DINOv2 uses, resizes images with antialiasing, and position embeddings as DINOv2's code does.
+        precision: Precision of matrix products, `fp32` or `bf16`. The encoder ignores the caller's autocast.
 
     Attributes:
-        width: width D of the tokens.
-        weights_hash: hash of the weights file, and the precision.
+        width: Width D of the tokens.
+        weights_hash: Hash of the weights file, followed by the precision if it is not `fp32`.
 
     Raises:
-        UserError: timm has no such VisionTransformer, or the weights are missing or belong to another network.
+        UserError: timm has no VisionTransformer with the given name, or the weights are missing or belong to another network.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Encoder:
         precision: str = "fp32",
     ):
         self.device, self.recipe, self.precision = torch.device(device), recipe, precision
-        net, *normalisation = _build(name, input_size)  # wrong arguments fail before the download
+        net, *normalisation = _build(name, input_size)  # invalid arguments raise an error before the download
         file = find_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, recipe)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
@@ -65,9 +65,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, images: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """Encode images, uint8 [B, H, W, 3] of any size, into class token [B, D] and patch tokens [B, N, D], row by row.
+        """Encode uint8 images [B, H, W, 3] of any size into class tokens [B, D] and row-major patch tokens [B, N, D].
 
-        Tokens are taken after the last norm. They are float32 on the encoder's device.
+        The tokens come from the final norm layer and are float32 tensors on the encoder's device.
         """
         x = to_device(images, self.device).permute(0, 3, 1, 2).float() / 255
         if x.shape[2:] != self._size:
@@ -87,13 +87,13 @@ class DINOv2Detector(Encoder):
         super().__init__(DINOV2_L, weights, 224, device, recipe="edm2")
 
     def features(self, images: np.ndarray | Tensor) -> Features:
-        """Compute features of images, uint8 [B, H, W, 3] of any size, on the device."""
+        """Compute features of uint8 images [B, H, W, 3] of any size on the detector's device."""
         with full_float32():
             return Features(self.name, pool=self.encode(images)[0])
 
 
 def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
-    """Build the network on the meta device, without weights. Also return mean and deviation, which normalise pixels."""
+    """Build the network on the meta device without weights. Also return the pixel mean and standard deviation."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
@@ -101,7 +101,7 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
         published = timm.get_pretrained_cfg(name)
         with torch.device("meta"):
             net = timm.create_model(name, pretrained=False, num_classes=0, img_size=input_size)
-    except (RuntimeError, TypeError) as e:  # TypeError: other networks have no img_size
+    except (RuntimeError, TypeError) as e:  # networks without img_size raise TypeError
         raise UserError(f"the encoder {name!r} is not a VisionTransformer of timm ({e})") from e
     if published is None or not isinstance(net, VisionTransformer) or net.cls_token is None or net.pos_embed is None:
         raise UserError(f"the encoder {name!r} is not a VisionTransformer of timm with a class token and a position table")
@@ -109,13 +109,13 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
 
 
 def find_encoder_weights(name: str) -> Path:
-    """Find timm weights in the Hugging Face cache, or download them. Raises UserError if the download fails."""
+    """Find or download timm weights in the Hugging Face cache. Raises UserError if the download fails."""
     otherwise = f"give the weights file of {name}, or run `python prepare_latents.py fetch encoder={name}`"
     return find_on_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 
 
 def _load(net: nn.Module, file: Path, recipe: str) -> None:
-    """Load a weights file, without running code in it, and resize its position table to the grid of the network."""
+    """Load a weights file without executing any code in the file, and resize the position embeddings to the network's grid."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -124,14 +124,14 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
         if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
-        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # drops the head
+        net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # ignores the head
 
 
 def resample_as_dinov2(table: Tensor, grid: int) -> Tensor:
-    """Resize a position table [1, 1 + M * M, D] to [1, 1 + grid * grid, D] like the code of DINOv2 (arXiv 2304.07193).
+    """Resize position embeddings [1, 1 + M * M, D] to [1, 1 + grid * grid, D] as DINOv2's code does (arXiv 2304.07193).
 
-    That code adds 0.1 to the new size before it divides by the stored size, so it samples slightly denser than the grid. It
-    uses no antialias.
+    DINOv2's code adds 0.1 to the new grid size before dividing by the stored size, so sampling is slightly denser than the grid.
+    The interpolation uses no antialiasing.
     """
     stored_grid = math.isqrt(table.shape[1] - 1)
     patches = table[:, 1:].float().unflatten(1, (stored_grid, stored_grid)).permute(0, 3, 1, 2)

@@ -1,12 +1,12 @@
-"""Representation alignment (REPA, arXiv 2410.06940): tokens inside the network learn to resemble those of a frozen encoder.
+"""Representation alignment (REPA, arXiv 2410.06940), which trains network tokens to resemble the tokens of a frozen encoder.
 
-A projector maps the tokens after one block to the width of the encoder's patch tokens. The loss gains
+A projector maps the tokens after one block to the width of the encoder's patch tokens. The trainer adds this term to the loss:
 
-    weight x mean over tokens of -cos(projected token, patch token of the same position)
+    weight x mean over tokens of -cos(projected token, patch token at the same position)
 
-Only training needs the projector: the network has the same architecture as without alignment.
+Only training uses the projector. The network architecture is the same as without alignment.
 
-Shapes: B batch, N tokens, K tokens inside a route, D width of the network, E width of the encoder's tokens.
+Shapes: B = batch size, N = number of tokens, K = number of tokens inside a route, D = network width, E = encoder width.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from routing_module import TokenRouter
 
 
 class Projector(nn.Sequential):
-    """(B, K, width) -> (B, K, out_width), token by token: three linear layers with SiLU between them (REPA, appendix).
+    """A token-wise MLP with three linear layers and SiLU activations, (B, K, width) -> (B, K, out_width) (REPA, appendix).
 
-    Initialised like DiT's linear layers: Xavier-uniform weights, zero biases.
+    The layers are initialised like DiT's linear layers, with Xavier-uniform weights and zero biases.
     """
 
     def __init__(self, width: int, hidden: int, out_width: int):
@@ -43,11 +43,11 @@ class Projector(nn.Sequential):
 
 
 class ObservedNetwork:
-    """A network that stores the tokens after block number `block`, from 1, at each call. A diffusion calls it like a network.
+    """A network wrapper that stores the tokens after block `block` (counted from 1) in each call. Call it like the network.
 
     Attributes:
-        tokens: (B, N, D), or inside a route the kept tokens, (B, K, D).
-        ids_keep: positions of the kept tokens, (B, K) int64. None outside a route.
+        tokens: Stored tokens, (B, N, D), or only the kept tokens, (B, K, D), if the block is inside a route.
+        ids_keep: Positions of the kept tokens, (B, K) int64. None if the block is outside all routes.
     """
 
     def __init__(self, net: Callable[..., Tensor], block: int):
@@ -63,15 +63,15 @@ class ObservedNetwork:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The parts that a trainer needs to align its network.
+    """The components that the trainer needs for representation alignment.
 
     Attributes:
-        projector: trained with the network.
-        encode: images from `fetch` -> the encoder's patch tokens (B, N, E), without a gradient.
-        fetch: (indices, flips) of items -> stored latents, labels, and images for `encode`.
-        block: number of the block whose tokens are aligned, from 1.
-        encoder: hash of the encoder's weights.
-        weight: weight of the alignment in the loss.
+        projector: Projector that is trained together with the network.
+        encode: Function that maps images from `fetch` to the encoder's patch tokens (B, N, E), without gradients.
+        fetch: Function that maps the indices and flips of items to stored latents, labels, and images for `encode`.
+        block: Number of the block whose tokens are aligned, counted from 1.
+        encoder: Hash of the encoder's weights.
+        weight: Weight of the alignment term in the loss.
     """
 
     projector: nn.Module
@@ -85,24 +85,24 @@ class Alignment:
         return ObservedNetwork(net, self.block)
 
     def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, shown: Tensor) -> Tensor:
-        """() float32, weighted, after a call of `net`.
+        """Return the weighted alignment loss as a float32 scalar. Call `net` first, because the loss uses its stored tokens.
 
         Args:
-            projector: `self.projector` as wrapped by accelerate.
-            shown: the images that `fetch` returned with the latents of that call.
+            projector: `self.projector`, wrapped by accelerate.
+            shown: Images that `fetch` returned together with the latents that `net` received.
         """
         return self.weight * alignment_loss(projector(net.tokens), self.encode(shown), net.ids_keep)
 
 
 def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None = None) -> Tensor:
-    """() float32: minus the cosine between tokens and the patches of their positions, averaged over both axes.
+    """Return minus the cosine similarity of tokens and patches, averaged over samples and positions, as a float32 scalar.
 
     Args:
-        projected: (B, N, E), or (B, K, E) at the positions ids_keep (B, K) int64.
-        patches: (B, N, E).
+        projected: Projected tokens, (B, N, E), or (B, K, E) at the positions `ids_keep`, (B, K) int64.
+        patches: Patch tokens of the encoder, (B, N, E).
 
     Raises:
-        ValueError: other shapes, which would broadcast.
+        ValueError: If the shapes differ, because they could broadcast silently.
     """
     if ids_keep is not None:
         patches = TokenRouter.start_route(patches, ids_keep)
@@ -112,11 +112,11 @@ def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None =
 
 
 def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Alignment:
-    """Build the `Alignment` for alignment=repa, with the encoder on this process's device.
+    """Build the `Alignment` for alignment=repa and load the encoder onto this process's device.
 
     Raises:
-        UserError: the network has no such block, the shards hold no images, the encoder cannot be loaded, or its name does not
-            give the size of its patches.
+        UserError: If the network has too few blocks, if the shards contain no images, if the encoder cannot be loaded, or if the
+            encoder name does not contain the patch size.
     """
     settings = cfg.alignment
     sizes = cfg.model.sizes
@@ -130,15 +130,15 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     encoder_patch = re.search(r"_patch(\d+)_", settings.encoder)
     if encoder_patch is None:
         raise UserError(f"alignment.encoder={settings.encoder} does not give its patch size (_patch<N>_) in its name")
-    size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # as many patches as the network has tokens
+    size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
     try:
         encoder = Encoder(
             settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
         )
     except UserError as e:
         raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
-    with torch.random.fork_rng(devices=[]):  # building the encoder may have used random numbers
-        torch.manual_seed(2**32 + cfg.seed)  # above every run's seed
+    with torch.random.fork_rng(devices=[]):  # because building the encoder may have consumed random numbers
+        torch.manual_seed(2**32 + cfg.seed)  # larger than the seed of any run
         projector = Projector(sizes["width"], settings.projector_width, encoder.width)
     return Alignment(
         projector,

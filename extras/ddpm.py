@@ -1,9 +1,9 @@
-"""DDPM's noise prediction (arXiv 2006.11239) with the learned variance of improved DDPM (arXiv 2102.09672), for sampling.
+"""Sampling with DDPM's noise prediction (arXiv 2006.11239) and the learned variance of improved DDPM (arXiv 2102.09672).
 
-DiT's published weights need it (arXiv 2212.09748). There is no loss: train with edm/ or sit/.
+DiT's published weights (arXiv 2212.09748) require this diffusion. It has no training loss, so train with edm/ or sit/.
 
-Shapes: B is the batch size. Latents have C channels, height H and width W. t is one of the timesteps 0 (least noise) to 999, and
-the network receives t itself:
+Shapes: B is the batch size. Latents have C channels, height H and width W. The timestep t is an integer from 0 (least noise) to
+999. The network receives t without scaling.
 
     x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) eps        alpha_bar_t = product of 1 - beta_s for s = 0 .. t
     D_x = E[x | x_t] = (x_t - sqrt(1 - alpha_bar_t) eps_hat) / sqrt(alpha_bar_t)
@@ -25,51 +25,51 @@ from torch import Tensor
 from common.randomness import SampleRandom
 from common.types import Steps, settings
 
-NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # arXiv 2006.11239, section 4, and DiT
+NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # from arXiv 2006.11239, section 4; DiT uses the same values
 
 
 @functools.cache
 def alpha_bars() -> np.ndarray:
-    """Return alpha_bar_t of the linear schedule, float64 [1000] (arXiv 2006.11239, Eq. 4)."""
+    """Return alpha_bar_t for the linear schedule as a float64 array of shape [1000] (arXiv 2006.11239, Eq. 4)."""
     return np.cumprod(1 - np.linspace(BETA_FIRST, BETA_LAST, NUM_TIMESTEPS))
 
 
 @settings
 class AncestralSampler:
-    """Samples along the chain x_999 .. x_0, or along some of its timesteps.
+    """A sampler for the reverse chain from x_999 to x_0. It visits all timesteps or a subset.
 
     Attributes:
-        num_steps: timesteps to visit, evenly spaced from 0 to 999. Each takes one evaluation of the denoiser.
-        solver: `ancestral` draws from p(x_prev | x_t). `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
+        num_steps: Number of evenly spaced timesteps to visit, from 0 to 999. The sampler calls the denoiser once per timestep.
+        solver: `ancestral` samples from p(x_prev | x_t). `ddim` is deterministic (arXiv 2010.02502, Eq. 12 with sigma = 0).
     """
 
     num_steps: Annotated[Steps, Field(le=NUM_TIMESTEPS)] = 250
     solver: Literal["ancestral", "ddim"] = "ancestral"
 
     def timesteps(self) -> list[int]:
-        """Return the timesteps to visit, lowest first: 0, 999 / (num_steps - 1), ..., rounded as in improved DDPM's code."""
+        """Return the timesteps to visit in ascending order: 0, 999 / (num_steps - 1), ..., rounded as in improved DDPM's code."""
         stride = (NUM_TIMESTEPS - 1) / max(self.num_steps - 1, 1)
-        # A running sum, as in that code: products round differently, which could change a timestep that ends in .5.
+        # Use a running sum like improved DDPM's code, because products could round a timestep that ends in .5 differently.
         return [round(t) for t in itertools.accumulate([stride] * (self.num_steps - 1), initial=0.0)]
 
     def evaluated_levels(self) -> list[float]:
-        """Return the timesteps at which the denoiser is called, highest first."""
+        """Return the timesteps at which the sampler calls the denoiser, in descending order."""
         return [float(t) for t in reversed(self.timesteps())]
 
     @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """Sample from the highest timestep to the latents.
+        """Generate latents, starting from noise at the highest timestep.
 
-        Between two visited timesteps, beta = 1 - alpha_bar / alpha_bar_prev (arXiv 2102.09672, section 4). The variance of a step
-        is exp(v log(beta) + (1 - v) log(beta_tilde)) with the learned v (Eq. 15), or beta if the denoiser learned no variance.
+        Between two visited timesteps, beta = 1 - alpha_bar / alpha_bar_prev (arXiv 2102.09672, section 4). With a learned v, the
+        variance of a step is exp(v log(beta) + (1 - v) log(beta_tilde)) (Eq. 15). Without v, the variance is beta.
 
-        Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
+        Other arguments and the result are the same as for `edm.sampler.HeunSampler`, with t in place of sigma.
 
         Args:
-            denoiser: (x, t, y) -> D_x, or D_x and v along the channels, as `DDPM.denoise` returns them.
-            random: gives the noise of ancestral steps. DDIM does not use it.
+            denoiser: Function (x, t, y) that returns D_x, or D_x and v concatenated along the channels, like `DDPM.denoise`.
+            random: Source of the noise that ancestral steps add. DDIM ignores this argument.
         """
-        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS does not support float64
         timesteps, C = self.timesteps(), noise.shape[1]
         kept = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]
         log_variances = log_variance_bounds(kept)
@@ -83,7 +83,7 @@ class AncestralSampler:
                 eps = (x - math.sqrt(alpha_bar) * D_x) / math.sqrt(1 - alpha_bar)
                 x = math.sqrt(alpha_bar_prev) * D_x + math.sqrt(1 - alpha_bar_prev) * eps
                 continue
-            # The posterior's mean (arXiv 2006.11239, Eq. 7).
+            # Compute the posterior mean (arXiv 2006.11239, Eq. 7).
             alpha = alpha_bar / alpha_bar_prev
             x = math.sqrt(alpha_bar_prev) * (1 - alpha) * D_x + math.sqrt(alpha) * (1 - alpha_bar_prev) * x
             x = x / (1 - alpha_bar)
@@ -95,10 +95,10 @@ class AncestralSampler:
 
 
 def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
-    """Compute the logarithms of beta_tilde (the posterior variance, arXiv 2006.11239, Eq. 7) and of beta for each step.
+    """Compute log(beta_tilde) and log(beta) for each step. beta_tilde is the posterior variance (arXiv 2006.11239, Eq. 7).
 
-    `alpha_bars` starts with 1 for the clean latents. The values of the visited timesteps follow, lowest first. The posterior's
-    variance of the last step is 0. Its logarithm is clipped to that of the step before (arXiv 2102.09672).
+    `alpha_bars` starts with 1 for the clean latents, followed by the values of the visited timesteps in ascending order. The last
+    sampling step has a posterior variance of 0, so its log variance is clipped to that of the previous step (arXiv 2102.09672).
     """
     pairs = list(itertools.pairwise(alpha_bars))
     betas = [1 - alpha_bar / previous for previous, alpha_bar in pairs]
@@ -109,29 +109,29 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
 
 @settings
 class DDPM:
-    """Denoiser and sampler, with the interface of `edm.EDM` but without a loss. A network is any net(x_t, t, y, **kwargs)."""
+    """DDPM's denoiser and sampler, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 
     sampler: AncestralSampler = AncestralSampler()
-    name: Literal["ddpm"] = "ddpm"  # diffusion=ddpm
+    name: Literal["ddpm"] = "ddpm"  # selected by diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15), and the learned variance.
+        """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15). If the network learned a variance, also return v.
 
         Args:
-            x: (B, C, H, W) float32, x_t.
-            t: (B,) float32, whole numbers from 0 to 999.
-            y: (B,) int64 labels.
+            x: Noisy latents x_t, (B, C, H, W) float32.
+            t: Timesteps, (B,) float32, with integer values from 0 to 999.
+            y: Class labels, (B,) int64.
 
         Returns:
-            (B, C, H, W) float32, the network's estimate of the clean latents. A network with 2C output channels gives
-            (B, 2C, H, W): the second half is v in [0, 1], where 0 stands for the posterior's variance and 1 for beta
-            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Any other shape is a ValueError.
+            Estimate of the clean latents, (B, C, H, W) float32. For a network with 2C output channels, the result is
+            (B, 2C, H, W). Its second half is v in [0, 1], where v = 0 gives the posterior variance and v = 1 gives beta
+            (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Other output shapes raise a ValueError.
         """
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape
-        if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # another shape could broadcast
+        if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # other shapes could broadcast silently
             raise ValueError(f"the network returns {tuple(out.shape)} for latents {tuple(x.shape)}")
-        # Roots in float64: 1 - alpha_bar of the first timesteps is small.
+        # Compute the square roots in float64, because 1 - alpha_bar is small at the first timesteps.
         roots = torch.from_numpy(np.sqrt([1 - alpha_bars(), alpha_bars()])).float().to(x.device)  # (2, 1000)
         noise_scale, data_scale = roots[:, t.long()].reshape(2, B, 1, 1, 1)
         D_x = (x - noise_scale * out[:, :C]) / data_scale

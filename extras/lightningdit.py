@@ -1,9 +1,9 @@
-"""LightningDiT (arXiv 2501.01423): DiT with rotary positions, RMSNorm and SwiGLU, with the same routes as DiT.
+"""LightningDiT (arXiv 2501.01423), a DiT with rotary positions, RMSNorm and SwiGLU. It supports the same routes as DiT.
 
-Parameter names are those of hustvl/LightningDiT, so that published state dicts load with strict=True. It has only the options
-of the published weights: rotary positions, RMSNorm, SwiGLU, modulation with a shift, no normalisation of queries and keys.
+Parameter names match hustvl/LightningDiT, so published state dicts load with strict=True. The network has only the options that
+the published weights use: rotary positions, RMSNorm, SwiGLU, modulation with a shift, and no query-key normalisation.
 
-Shapes: B batch, N tokens of a square grid, K tokens that a block sees, D width, H heads, d = D/H.
+Shapes: B = batch size, N = tokens in the square grid, K = tokens that a block receives, D = width, H = heads, d = D/H.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch.nn import functional as F
 
 from dit import SIZES, Attention, DiT, DiTBlock, look_up_sizes, sincos_1d
 
-# name: (depth, width, heads, patch size), the sizes of DiT. XS is ours, for the embedded digits.
+# Maps names to (depth, width, heads, patch size). The sizes are from DiT, except XS, which we added for the embedded digits.
 BACKBONES = {f"LightningDiT-{size}/{patch}": (*SIZES[size], patch) for size in ("XS", "B", "L", "XL") for patch in (1, 2)}
 
 
 def build(backbone: str, **kwargs) -> LightningDiT:
-    """Build a network by name, such as `LightningDiT-XL/1`. Other keywords override the sizes of the name."""
+    """Build a network by name, such as `LightningDiT-XL/1`. Keyword arguments override the sizes that the name implies."""
     return LightningDiT(**look_up_sizes(backbone, BACKBONES) | kwargs)
 
 
 def rotary_tables(grid_size: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles for `rotate`, each (N, d), row-major.
+    """Return the cosines and sines of the rotation angles for `rotate`, each of shape (N, d) in row-major order.
 
-    The row turns the first half of the channels, the column the second half. In each half of d/2 channels, channels 2i and
-    2i + 1 form a pair with the angle position x 10000^(-2i / (d/2)).
+    Row positions rotate the first half of the channels, and column positions rotate the second half. In each half, which has d/2
+    channels, channels 2i and 2i + 1 form a pair that is rotated by the angle position x 10000^(-2i / (d/2)).
     """
-    axes = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")  # rows, columns
+    axes = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")  # row and column indices
     halves = [sincos_1d(axis.flatten(), head_width // 2).float().chunk(2, dim=1) for axis in axes]  # sines, cosines (N, d/4)
     sin, cos = (torch.cat(parts, dim=1).repeat_interleave(2, dim=1) for parts in zip(*halves))
     return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every pair of neighbouring channels: (a, b) -> (a cos - b sin, b cos + a sin), in the precision of the tables."""
+    """Rotate each pair of neighbouring channels, (a, b) -> (a cos - b sin, b cos + a sin), in the precision of the tables."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return x * cos + torch.stack([-b, a], dim=-1).flatten(-2) * sin
 
@@ -53,14 +53,14 @@ class RotaryAttention(Attention):
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in float32, as in the published code."""
+    """RMSNorm that computes in float32, as the published code does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).type_as(x)
 
 
 class SwiGLU(nn.Module):
-    """w3(silu(gate) x value), where w12 gives gate and value (arXiv 2002.05202)."""
+    """A SwiGLU layer (arXiv 2002.05202) that computes w3(silu(gate) x value), where w12 computes both gate and value."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -73,14 +73,14 @@ class SwiGLU(nn.Module):
 
 
 class LightningDiTBlock(DiTBlock):
-    """DiT's block with RMSNorm, rotary attention and SwiGLU."""
+    """A DiT block with RMSNorm, rotary attention and SwiGLU."""
 
     def __init__(self, width: int, num_heads: int):
-        nn.Module.__init__(self)  # DiT's parts would all be replaced
+        nn.Module.__init__(self)  # skips DiTBlock.__init__, because this class replaces all of its layers
         self.norm1 = RMSNorm(width, eps=1e-6)
         self.attn = RotaryAttention(width, num_heads)
         self.norm2 = RMSNorm(width, eps=1e-6)
-        self.mlp = SwiGLU(width, int(2 / 3 * 4 * width))  # as many weights as DiT's MLP
+        self.mlp = SwiGLU(width, int(2 / 3 * 4 * width))  # gives about as many weights as DiT's MLP
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, K, D), (B, D), (B or 1, K, d) twice
@@ -88,13 +88,13 @@ class LightningDiTBlock(DiTBlock):
 
 
 class LightningDiT(DiT):
-    """The network. It has the arguments, the initialisation and the `forward` of DiT.
+    """The LightningDiT network. Its arguments, initialisation and `forward` are the same as for DiT.
 
-    The rotary tables are parameters that are not trained, like `pos_embed`. Published state dicts hold buffers of the same names,
-    which replace the tables when they are loaded.
+    Like `pos_embed`, the rotary tables are parameters that are not trained. Published state dicts contain buffers with the same
+    names, so loading a published state dict overwrites the rotary tables.
 
     Raises:
-        ValueError: as DiT, and for heads whose width is not a multiple of 4.
+        ValueError: If DiT rejects the arguments, or if the head width is not a multiple of 4.
     """
 
     block_class = LightningDiTBlock

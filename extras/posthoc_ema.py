@@ -1,11 +1,11 @@
-"""Post-hoc EMA (EDM2, arXiv 2312.02696, section 3 and appendix C): the length of the average is chosen after training.
+"""Post-hoc EMA, which allows users to choose the EMA length after training (EDM2, arXiv 2312.02696, section 3, appendix C).
 
-During training, a run tracks averages with power-function profiles of a few lengths and stores snapshots of them. An average of
-any length between them is a weighted sum of snapshots. Least squares over the profiles gives the factors, which are then divided
-by their sum to make it an average.
+During training, a run tracks weight averages with power-function profiles of a few lengths and saves snapshots of the averages.
+An average of any length between the tracked lengths is a weighted sum of snapshots. Least squares over the profiles determines
+the factors of the sum. The factors are then divided by their total, so that the result is an average.
 
-After t steps, a profile gives the weights of step k (counted from 1) the share (k^(gamma+1) - (k-1)^(gamma+1)) / t^(gamma+1).
-A length is the standard deviation of k / t under this profile, in the limit of many steps.
+After t steps, the weights of step k (counted from 1) have the share (k^(gamma+1) - (k-1)^(gamma+1)) / t^(gamma+1) in the average.
+The length of a profile is the standard deviation of k / t in the limit of many steps.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from runtime.processes import on_main
 
 log = logging.getLogger(__name__)
 
-FILE = "tracked_ema"  # in a checkpoint, with averages in float32 (float16 in snapshots)
+FILE = "tracked_ema"  # file name in checkpoints, which store averages in float32 (snapshots use float16)
 SNAPSHOTS = "ema_snapshots"
-MAX_ERROR = 0.1  # largest accepted error of a profile, relative to its norm
-NUM_CELLS = 10_000  # cells over the steps of the run, on which least squares compares profiles
+MAX_ERROR = 0.1  # largest accepted profile error, relative to the norm of the profile
+NUM_CELLS = 10_000  # number of cells into which least squares divides the run's steps
 
 
 @cache
 def gamma_from_length(length: float) -> float:
-    """Solve length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) for gamma, the exponent of a profile."""
+    """Solve length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) for gamma, the exponent of the profile."""
     s = length**-2
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
 
 
 def list_snapshots(run: Path | None) -> dict[int, Path]:
-    """List the snapshots, sorted: step -> file. A file's name holds its step and the hash of its content."""
+    """Return the snapshot files of a run by step, in ascending order. File names contain the step and a hash of the content."""
     pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
     files = (run / SNAPSHOTS).glob("*") if run else ()
     return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """Return step -> file of averages up to the checkpoint's step, their lengths, and the factors and error of `solve`."""
+    """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `solve`."""
     step, lengths = store.read_step(folder), store.read_config(folder)["train"]["ema_lengths"]
     files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
@@ -57,13 +57,13 @@ def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[fl
 
 
 def check_length(folder: Path, weights: str, length: float) -> str:
-    """Check that a verified checkpoint can give an EMA of this length.
+    """Check that an EMA of this length can be computed for a verified checkpoint.
 
     Returns:
-        A hash of the snapshots that it is computed from.
+        A hash of the names of all files that the EMA is computed from.
 
     Raises:
-        UserError: the run tracked no averages around this length or has too few snapshots, or `weights` is not `ema`.
+        UserError: If the run tracked no averages around this length or saved too few snapshots, or if `weights` is not `ema`.
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
@@ -80,13 +80,13 @@ def check_length(folder: Path, weights: str, length: float) -> str:
 
 @dataclass(frozen=True)
 class Average:
-    """An EMA of this length for a verified checkpoint. `load_network` accepts it instead of `ema` or `raw`."""
+    """An EMA of a chosen length for a verified checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`."""
 
     folder: Path
     length: float
 
     def load(self) -> dict[str, Tensor]:
-        """Load the network's weights. Rank 0 computes them for all ranks."""
+        """Load the averaged weights. Rank 0 computes the averages and broadcasts them to the other ranks."""
         sums: dict[str, Tensor] = {}
 
         def add_up() -> list[str]:
@@ -105,13 +105,13 @@ class Average:
             return list(sums)
 
         averages = {name: on_main(lambda name=name: sums[name]) for name in on_main(add_up)}
-        return store.load_weights(self.folder, "ema") | averages  # untrained tensors come from the EMA
+        return store.load_weights(self.folder, "ema") | averages  # tensors that are not trained come from the EMA file
 
 
 def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
-    """Find factors for a weighted sum of tracked profiles that is nearest to the wanted profile, and its relative L2 error.
+    """Fit the wanted profile with a weighted sum of the tracked profiles. Return the factors and the relative L2 error.
 
-    A profile is given as (steps, length).
+    Each profile is specified as (number of steps, length).
     """
     steps = [t for t, _ in tracked]
     edges = np.unique([*np.linspace(0, wanted[0], NUM_CELLS + 1).round(), *steps])

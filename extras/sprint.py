@@ -1,8 +1,8 @@
-"""SPRINT (arXiv 2510.21986), TREAD's successor: a route's output is fused with its input.
+"""SPRINT (arXiv 2510.21986), the successor of TREAD. SPRINT fuses the output of each route with the route's input.
 
-It provides model=sprint, model=lightningdit_sprint and model.selection=grid. Its guidance is `guidance.path_drop`.
+This module provides model=sprint, model=lightningdit_sprint and model.selection=grid. For guidance, see `guidance.path_drop`.
 
-Shapes: B batch, N tokens, K kept tokens, D width.
+Shapes: B = batch size, N = number of tokens, K = number of kept tokens, D = width.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """Make a rule that keeps the same number of random tokens in each 2x2 group: three, two or one of four.
+    """Create a selection rule that keeps the same number of random tokens in every 2x2 group of tokens.
 
-    For ratios other than 1/4, 1/2 and 3/4, the counts of two groups differ by at most one. `attach` also takes the rule:
-    `selection=grid_rule(32, 48)`.
+    Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the counts of two groups
+    differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.
 
     Args:
-        rows, columns: size of every image's grid of tokens, row-major. Raises ValueError for an odd number.
+        rows, columns: Size of each image's token grid, in row-major order. Raises ValueError if either number is odd.
     """
     if rows % 2 or columns % 2:
         raise ValueError(f"selection=grid needs even numbers of rows and columns of tokens, not {rows} x {columns}")
@@ -38,14 +38,14 @@ def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) ->
     if uniform.shape[1] != math.prod(grid):
         raise ValueError(f"a grid of {grid[0] * 2} x {grid[2] * 2} tokens does not fit the image's {uniform.shape[1]}")
     groups = uniform.unflatten(1, grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
-    ranks = groups.argsort(dim=3).argsort(dim=3)  # 0 to 3 in each group: every order is equally likely
+    ranks = groups.argsort(dim=3).argsort(dim=3)  # ranks 0 to 3 in each group, where all orders are equally likely
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + uniform  # (B, N)
 
 
 class Fusion(nn.Module):
-    """Every token becomes Linear([before the route, after it]). A learned mask token replaces each token that skipped the route.
+    """Combine the values of each token before and after a route with a linear layer, Linear([before, after]).
 
-    The mask token starts at zero. The network initialises the linear layer like its others.
+    A learned mask token, initially zero, replaces `after` for skipped tokens. `DiT` initialises the layer like its other layers.
     """
 
     def __init__(self, width: int):
@@ -55,28 +55,28 @@ class Fusion(nn.Module):
 
     def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         """Args:
-            x: (B, K, D), the kept tokens after the route. K may be 0.
-            skipped: (B, N, D), all tokens before it.
-            ids_keep: (B, K), from `TokenRouter.choose_ids_keep`. None if x holds all tokens, at ratio 0 in evaluation mode.
-            inputs: (B,) bool, samples in which the mask token replaces all of x (path-drop).
+            x: Kept tokens after the route, (B, K, D). K may be 0.
+            skipped: All tokens before the route, (B, N, D).
+            ids_keep: Kept positions from `choose_ids_keep`, (B, K). None if x contains all tokens (ratio 0 in evaluation mode).
+            inputs: True for each sample in which the mask token replaces the complete route output (path-drop), (B,) bool.
 
         Returns:
-            (B, N, D).
+            Combined tokens, (B, N, D).
         """
         masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
         if inputs is not None:
             after = torch.where(inputs[:, None, None], masked, after)
-        return self.proj(torch.cat([skipped, after], dim=2)).to(skipped.dtype)  # autocast leaves the residual stream in float32
+        return self.proj(torch.cat([skipped, after], dim=2)).to(skipped.dtype)  # under autocast, the residual stream is float32
 
 
 class FusedRoutes:
-    """SPRINT's changes to a network with routes: how a route ends, and path-drop. List it before the network among the bases.
+    """Mixin that adds SPRINT's fusion and path-drop to a network with routes. It must precede the network in the list of bases.
 
     Args:
-        path_drop: probability in training that mask tokens replace the whole output of a sample's routes.
+        path_drop: Probability that mask tokens replace the complete output of a sample's routes during training.
 
-    Raises ValueError for a network without routes.
+    Raises ValueError if the network has no routes.
     """
 
     route_end = Fusion
@@ -88,11 +88,11 @@ class FusedRoutes:
         self.path_drop = path_drop
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *, drop_paths: Tensor | None = None, **inputs) -> Tensor:
-        """As `DiT.forward`. drop_paths: (B,) bool, samples whose routes output mask tokens only. Training draws it if absent.
+        """Run `DiT.forward`. In training mode, the network draws `drop_paths` if it is None.
 
-        Raises ValueError for drop_paths of another shape.
+        `drop_paths`, (B,) bool, marks samples whose routes output only mask tokens. Raises ValueError if its shape is wrong.
         """
-        if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # a scalar would broadcast
+        if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # a scalar would broadcast over the batch
             raise ValueError(f"drop_paths has shape {tuple(drop_paths.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_paths is None and self.path_drop > 0:
             drop_paths = torch.rand(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
@@ -115,6 +115,6 @@ BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 
 
 def build(backbone: str, **settings) -> FusedRoutes:
-    """Build a network by name, such as `DiT-B/2`. Keyword arguments go to the network and override the sizes of the name."""
+    """Build a network by name, such as `DiT-B/2`. Keyword arguments override the sizes that the name implies."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
     return network(**dit.look_up_sizes(backbone, BACKBONES) | settings)

@@ -1,4 +1,4 @@
-"""Track averages of the weights while a run trains, and store snapshots of them for extras/posthoc_ema.py."""
+"""Track weight averages during training and save snapshots of the averages for extras/posthoc_ema.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.trainer import Hook, Trainer
 
 
 class TrackedEMA(EMA):
-    """An EMA that also tracks averages of the given lengths. Each costs a foreach-lerp per step and 4 bytes per parameter."""
+    """An EMA that also tracks one average per length. Each average needs a foreach-lerp per step and 4 bytes per parameter."""
 
     def __init__(self, net: nn.Module, decay: float, lengths: list[float]):
         if len({f"{length:g}" for length in lengths}) < len(lengths):
@@ -29,7 +29,7 @@ class TrackedEMA(EMA):
 
     @cached_property
     def tracked(self) -> dict[float, dict[str, Tensor]]:
-        """Return length -> name -> average. They are created at the first use, when the weights are on their device."""
+        """Return the averages by length and parameter name. They are created on first access, on the device of the weights."""
         return {length: {name: torch.zeros_like(self.averages[name]) for name in self._trained} for length in self.lengths}
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class TrackedEMA(EMA):
         super().update(step)
         weights = [*self._trained.values()]
         for length, averages in self.tracked.items():
-            new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # 1 in the first step
+            new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # equals 1 in the first step
             torch._foreach_lerp_([*averages.values()], weights, new)
 
     def hooks(self, run: RunFolder, every: int) -> list[Hook]:
@@ -49,7 +49,7 @@ class TrackedEMA(EMA):
 
 
 class Snapshots(Hook):
-    """Stores the tracked averages in <run>/ema_snapshots. After a resume, removes snapshots of later steps."""
+    """A hook that saves the tracked averages in <run>/ema_snapshots. After a resume, it deletes snapshots of later steps."""
 
     def __init__(self, run: RunFolder, every: int):
         self.run, self.every, self._is_first = run, every, True
@@ -62,7 +62,7 @@ class Snapshots(Hook):
             return
         content = save({name: average.half().cpu() for name, average in trainer.ema.states()[FILE].items()})
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
-            if step > trainer.first_step:  # from before a resume at an earlier step
+            if step > trainer.first_step:  # the snapshot was saved before the run resumed from an earlier step
                 file.unlink()
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_file(self.run.path / SNAPSHOTS / name, content)

@@ -1,1 +1,1 @@
-"""Read and write latent shards, order them into training batches, and load the autoencoders that make latents."""
+"""This package reads and writes latent shards, determines the order of training batches, and loads autoencoders."""

@@ -1,4 +1,4 @@
-"""Autoencoders, which encode images into latents and decode them. Their latents are not multiplied by the scale factor."""
+"""Encode images into latents and decode latents with an autoencoder. This module never applies the scale factor to latents."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ log = logging.getLogger(__name__)
 
 SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 SD_VAE = f"sd-vae:{SD_VAES[0]}"
-SD_SCALE = 0.18215  # SD-VAE latents have a standard deviation of about 5.5, which this factor scales to about 1
-# Number of pixels per call of the autoencoder, to limit its memory. 2**20 pixels are 16 images of 256x256.
-DECODED_PIXELS = 2**20  # the largest activations have 256 channels and take 1 GiB each
-ENCODED_PIXELS = 2**22  # the largest activations have 128 channels and take 2 GiB each
+SD_SCALE = 0.18215  # scales SD-VAE latents from a standard deviation of about 5.5 to about 1
+# Maximum number of pixels per autoencoder call, which limits the memory use. 2**20 pixels are 16 images of 256x256 pixels.
+DECODED_PIXELS = 2**20  # the largest decoder activations have 256 channels and occupy 1 GiB each
+ENCODED_PIXELS = 2**22  # the largest encoder activations have 128 channels and occupy 2 GiB each
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
 class Identity:
     """An autoencoder whose latents are the pixels."""
 
-    scale_factor = 1.0  # factor that multiplies latents before they enter the network
-    factor = 1  # downsampling factor: height and width of an image, divided by those of its latent
-    channels = 3  # number of channels of a latent
+    scale_factor = 1.0  # factor that scales latents before they enter the network
+    factor = 1  # downsampling factor, which is the image height divided by the latent height
+    channels = 3  # number of latent channels
 
     def fingerprint(self) -> str:
         """Return a hash of the weights."""
         return "identity"
 
     def encode_moments(self, images: Tensor) -> Tensor:
-        """Encode images [B, 1 or 3, H, W], float32, -1 to 1. Returns float32 [B, 2C, h, w]: mean, then log-variance."""
+        """Encode float32 images [B, 1 or 3, H, W] in [-1, 1]. Return the means and log-variances, float32 [B, 2C, h, w]."""
         return torch.cat([images, torch.full_like(images, -30.0)], dim=1)  # a variance of exp(-30) is negligible
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents [B, C, h, w] into images [B, 1 or 3, H, W], float32, about -1 to 1."""
+        """Decode latents [B, C, h, w] into float32 images [B, 1 or 3, H, W] with values from about -1 to 1."""
         return latents
 
 
 class KLAutoencoder:
-    """An AutoencoderKL of diffusers. It has the methods and attributes of `Identity` and the arguments of `build`."""
+    """Wrapper around diffusers' AutoencoderKL with the same interface as `Identity`. `build` documents the arguments."""
 
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         from latents.va_vae import autoencoder_kl, load_va_vae
@@ -56,7 +56,7 @@ class KLAutoencoder:
         try:
             with log_if_slow(log, "loading the autoencoder %s", spec):
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
-        except (OSError, ValueError) as e:  # ValueError includes load_va_vae's UserError
+        except (OSError, ValueError) as e:  # load_va_vae raises UserError, a subclass of ValueError
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.vae = vae.to(device).eval().requires_grad_(False)
         self.channels = self.vae.config.latent_channels
@@ -89,10 +89,10 @@ Autoencoder = Identity | KLAutoencoder
 
 
 def find(spec: str) -> Path | None:
-    """Find the file or folder that `build` loads. Weights on the hub are downloaded if its cache lacks them.
+    """Return the path of an autoencoder's weights. Download weights from the hub if the local cache does not contain them.
 
-    Returns None if there is nothing to load. Raises UserError if the file, folder or model does not exist or cannot be
-    downloaded.
+    Return None for autoencoders without weights. Raise UserError if the file, folder or hub model does not exist or if the
+    download fails.
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":
@@ -112,7 +112,7 @@ def _scale_and_factor(config: dict) -> tuple[float, int]:
 
 
 def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
-    """Look up (scale factor, downsampling factor) of an autoencoder without loading it. Returns None if they are unknown."""
+    """Return an autoencoder's (scale factor, downsampling factor) without loading it, or None if the factors are unknown."""
     kind, _, source = spec.partition(":")
     known = {"identity": (Identity.scale_factor, Identity.factor), "va-vae": (1.0, 16)}
     if source in SD_VAES:
@@ -122,16 +122,16 @@ def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     return known.get(kind)
 
 
-@functools.lru_cache(maxsize=1)  # a sweep builds the same autoencoder for every point
+@functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """Build an autoencoder. `spec` is identity, sd-vae:<hub id or folder> or va-vae:<file or folder>, as in data.autoencoder.
 
     Args:
-        channels: number of channels of the latents to decode. None accepts any number.
-        precision: precision of encoding, fp32 or bf16.
+        channels: Expected number of latent channels. None accepts any number of channels.
+        precision: Precision of the encoder, `fp32` or `bf16`.
 
     Raises:
-        UserError: `spec` is `none` or cannot be loaded, or its number of channels differs from `channels`.
+        UserError: If `spec` is `none` or cannot be loaded, or if the autoencoder does not have `channels` channels.
     """
     if spec == "none":
         raise UserError("autoencoder=none: these latents name no autoencoder; give autoencoder= to decode them")
@@ -143,18 +143,18 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
 
 
 def from_uint8(images: Tensor) -> Tensor:
-    """Convert uint8 [B, H, W, 3] to float32 [B, 3, H, W], -1 to 1."""
+    """Convert uint8 images [B, H, W, 3] to float32 images [B, 3, H, W] with values from -1 to 1."""
     return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
-    """Convert float32 [B, 1 or 3, H, W], -1 to 1, to uint8 [B, H, W, 3]. Grey images become RGB.
+    """Convert float32 images [B, 1 or 3, H, W] with values from -1 to 1 to uint8 RGB images [B, H, W, 3].
 
     Args:
-        rounding: how values from 0 to 255 become integers: `round` takes the nearest one, `truncate` the one below.
+        rounding: How to convert pixel values to integers. `round` rounds to the nearest integer, and `truncate` rounds down.
 
     Raises:
-        UserError: a value is NaN or infinite. It would look like a black pixel.
+        UserError: If a value is NaN or infinite, because the conversion would silently turn the value into a valid pixel.
     """
     if not images.isfinite().all():
         raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")

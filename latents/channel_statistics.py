@@ -1,4 +1,4 @@
-"""Mean and standard deviation of latents."""
+"""Compute the mean and standard deviation of latents."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from latents.shards import LatentDataset, ShardInfo, mean_and_log_variance, normalize_latents, spread_items
 
-# The usual range of the standard deviation of the network input, divided by sigma_data. With EDM's sigma_data of 0.5, scaled
-# SD-VAE latents have 1.5 to 2, unscaled latents 10, and latents that were scaled twice 0.3.
+# Usual range of the network input's standard deviation divided by sigma_data. With EDM's sigma_data of 0.5, this ratio is 1.5 to
+# 2 for scaled SD-VAE latents, 10 for unscaled latents, and 0.3 for latents that were scaled twice.
 USUAL_STD = (0.5, 4.0)
 
 
 def channel_sums(latents: Tensor, kind: str) -> np.ndarray:
-    """Compute number, sum and sum of squares of the values of each channel, float64 [3, C], from latents [b, C or 2C, H, W].
+    """Compute each channel's count, sum and sum of squares, float64 [3, C], from latents [b, C or 2C, H, W].
 
-    For `moments`, these are the expected sums over their samples. The results for parts of the data add up to that for all data.
+    For `moments`, compute the expected sums over sampled latents. The results of several batches can be added.
     """
     x, log_variance = mean_and_log_variance(latents.double(), kind)
     squares = x.square() + (0.0 if log_variance is None else log_variance.exp())
@@ -26,34 +26,34 @@ def channel_sums(latents: Tensor, kind: str) -> np.ndarray:
 
 
 def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute mean and standard deviation [C] from the result of `channel_sums`."""
+    """Compute the mean [C] and standard deviation [C] of each channel from the result of `channel_sums`."""
     mean, square = sums[1:] / sums[0]
     return mean, np.sqrt(np.maximum(square - mean**2, 0))
 
 
 def for_network(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[list[float], list[float]]:
-    """Convert mean and standard deviation of each channel of the stored latents to those of the network input."""
+    """Convert each channel's mean and standard deviation from the stored latents to the network input."""
     normalized = normalize_latents(torch.from_numpy(mean).reshape(-1, 1, 1), info)
     return normalized.flatten().tolist(), (std * info.scale_factor / (info.latents_std or 1.0)).tolist()
 
 
 def estimate_std(dataset: LatentDataset) -> float:
-    """Estimate the standard deviation of all values of the network input from 256 items spread over the data."""
+    """Estimate the standard deviation of the network input over all channels from 256 evenly spaced items of the data set."""
     items = spread_items(len(dataset), 256)
     sums = channel_sums(dataset.fetch(items, np.zeros(len(items), dtype=bool))[0], dataset.info.kind)
     return overall_std(*for_network(*mean_and_std(sums), dataset.info))
 
 
 def are_mirrored(latents: Tensor, flipped: Tensor) -> bool:
-    """Return whether `flipped` holds the latents of the mirrored images. Both are [n, C, H, W], in the same order.
+    """Return whether `flipped` contains the latents of the mirrored images. Both tensors are [n, C, H, W] in the same order.
 
-    An autoencoder maps a mirrored image to nearly the mirrored latents. Therefore, most of `flipped` must be closer to the
-    mirrored latents of their own image than to those of any other image. In total, `flipped` must also be closer to the mirrored
-    than to the unmirrored latents.
+    An autoencoder maps a mirrored image to approximately the mirrored latent, so the function checks two conditions. For more
+    than half of the images, `flipped` must be closest to the mirrored latent of the same image. Over all images, `flipped` must
+    be closer to the mirrored latents than to the unmirrored latents.
     """
     latents, flipped = (x.float().nan_to_num(0, 0, 0) for x in (latents, flipped))
     mirrored = latents.flip(-1)
-    # The faster mode rounds, so equal latents would not have equal distances.
+    # Do not use the faster matmul mode, because its rounding errors would give identical latents different distances.
     distances = torch.cdist(flipped.flatten(1), mirrored.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
     is_nearest = distances.diagonal() <= distances.amin(dim=1)
     is_mirrored = (flipped - mirrored).square().sum() <= (flipped - latents).square().sum()
@@ -61,5 +61,5 @@ def are_mirrored(latents: Tensor, flipped: Tensor) -> bool:
 
 
 def overall_std(mean: Sequence[float], std: Sequence[float]) -> float:
-    """Compute the standard deviation of all values, EDM's sigma_data (section 5), from means and deviations of channels."""
+    """Compute the standard deviation over all channels, EDM's sigma_data (section 5), from each channel's `mean` and `std`."""
     return (np.mean(np.square(mean) + np.square(std)) - np.mean(mean) ** 2).item() ** 0.5

@@ -1,4 +1,4 @@
-"""The order of training batches. It depends only on (seed, step), so checkpoints store no data-loader state."""
+"""Determine the order of training batches. A batch depends only on (seed, step), so checkpoints store no data-loader state."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 
 @dataclass
 class BatchOrder:
-    """The batches of a run, shuffled exactly: every epoch is a permutation of all items, drawn from (seed, epoch).
+    """Iterate over the batches of a training run. Every epoch is a random permutation of all items, drawn from (seed, epoch).
 
-    Entry j of the global batch of step s has position k = s * batch_size + j in the sequence of epochs. It is item
-    permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the order does not
-    depend on the number of processes.
+    Entry j of the global batch at step s has position k = s * batch_size + j in the sequence of epochs. The item at position k
+    is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the order does
+    not depend on the number of processes.
     """
 
     num_items: int
-    batch_size: int  # number of items per step over all processes
-    seed: int  # seed of the run
-    start_step: int  # first step to read
-    num_steps: int  # number of steps of the run, the last of which is num_steps - 1
-    slices: list[slice]  # parts of each global batch that this process reads, one slice per micro-batch
-    with_flips: bool  # True flips each item with probability 1/2, drawn anew in every epoch
+    batch_size: int  # number of items per step, summed over all processes
+    seed: int  # random seed of the run
+    start_step: int  # first step to load
+    num_steps: int  # total number of steps in the run (the last step is num_steps - 1)
+    slices: list[slice]  # parts of each global batch that this process reads, with one slice per micro-batch
+    with_flips: bool  # whether to flip each item with probability 1/2, independently in every epoch
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices [batch_size] int64, flips [batch_size] bool) of a step."""
+        """Return the item indices, int64 [batch_size], and the flips, bool [batch_size], of a step's global batch."""
         start, parts = step * self.batch_size, []
         epochs, positions = np.divmod(np.arange(start, start + self.batch_size), self.num_items)
         for epoch in np.unique(epochs).tolist():
@@ -48,26 +48,26 @@ class BatchOrder:
 
 @functools.lru_cache(maxsize=2)  # a batch may span two epochs
 def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the order of the items in an epoch, [num_items] int64, and whether each of them is flipped, [num_items] bool."""
+    """Draw the item order of an epoch, int64 [num_items], and whether to flip each item, bool [num_items]."""
     rng = np.random.default_rng([seed, epoch])
     permutation = rng.permutation(num_items)
     return permutation, rng.random(num_items) < 0.5 if with_flips else np.zeros(num_items, dtype=bool)
 
 
-# A function from (indices, flips) of a batch to its tensors, such as `LatentDataset.fetch`.
+# Function that loads a batch's tensors given the item indices and flips, such as `LatentDataset.fetch`.
 Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
-BATCHES_AHEAD = 2  # number of batches that each thread reads before training needs them
+BATCHES_AHEAD = 2  # number of batches that each thread prefetches
 
 
 def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Yield micro-batches (latents, labels) in the given order, which does not depend on the number of workers.
+    """Load micro-batches with `fetch` and yield them in the given order, which does not depend on the number of workers.
 
-    Workers are threads, because reads release the GIL. Passing a batch between processes takes several times as long as reading
-    it.
+    The workers are threads, because file reads release the GIL. Passing a batch between processes takes several times as long as
+    reading the batch.
 
     Args:
-        num_workers: number of threads that read ahead. 0 reads each batch when it is needed.
-        pin_memory: whether to put batches into pinned memory, so that copies to a GPU do not block.
+        num_workers: Number of threads that prefetch batches. With 0, the caller reads each batch when it is needed.
+        pin_memory: Whether to copy batches to pinned memory, so that transfers to a GPU do not block.
     """
 
     def read(batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, ...]:

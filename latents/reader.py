@@ -1,4 +1,4 @@
-"""Read parts of many files in any order. Errors name the file that is truncated or cannot be read."""
+"""Read parts of many files in any order. Error messages name the file that is truncated or unreadable."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 
 from common.errors import UserError
 
-MAX_OPEN_FILES = 512  # half of the default limit of a process; beyond it, the least recently used file is closed
+MAX_OPEN_FILES = 512  # `FileReader` closes the least recently used file beyond this number, which is half of the default limit
 
 
 class FileReader:
-    """Reads parts of numbered files. Any number of threads may use it.
+    """Reads parts of files, which are identified by their index in `files`. Several threads may share a reader.
 
-    Files are not memory-mapped. Reading a truncated mapped file kills the process (SIGBUS), and a first access reads up to a
-    megabyte.
+    The reader does not use memory mapping. Reading a truncated memory-mapped file would kill the process (SIGBUS), and the first
+    access to a memory-mapped region would read up to a megabyte.
     """
 
     def __init__(self, files: Sequence[Path]):
         self.files = files
-        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # a dropped file is closed once its readers finish
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # Python closes an evicted file when no thread uses it
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Fill `part`, uint8 [n], from byte `offset` of file `number`. Raises UserError if it is truncated or cannot be read."""
+        """Read file `number` at byte `offset` into `part`, uint8 [n]. Raise UserError if the file is truncated or unreadable."""
         path = self.files[number]
         try:
             file = self._open(path)

@@ -1,6 +1,6 @@
-"""The native shard format (docs/data.md, The format): safetensors files, from which batches are read by index.
+"""Read and write latent shards in the native safetensors format, which docs/data.md describes.
 
-Shards hold JPEG files of the unmirrored images. Pixels are mirrored when they are read.
+Shards can also store JPEG files of the unmirrored images. `LatentDataset.fetch_with_images` mirrors the pixels on request.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from common.types import Number, Positive
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
-MANIFEST = "manifest.json"  # lists the shards of a folder, written when the folder is complete
-UNFINISHED = ".unfinished"  # lock file of the command that writes the folder, left behind by an interruption
+MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
+UNFINISHED = ".unfinished"  # lock file, which `ShardWriter` removes after all shards are written
 _STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
-MAX_CLASSES = 10**6  # with more classes, tables over classes and images would not fit into memory
+MAX_CLASSES = 10**6  # tables for more classes would not fit into memory
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """The part of a header needed to read a shard. All shards of a folder share it. Raises ValueError for a wrong value."""
+    """Metadata for reading a shard. All shards of a folder have the same metadata. Invalid values raise ValueError."""
 
-    kind: Kind  # sample (C channels) or moments (2C channels: mean and log-variance, sampled at every read)
-    scale_factor: Positive  # factor that multiplies latents before they enter the network
-    autoencoder: str  # identity | none | sd-vae:<hub id or folder> | va-vae:<file or folder>
-    resolution: Resolution  # height and width of the images in pixels
-    num_classes: NumClasses  # labels are 0 .. num_classes - 1
-    # Mean and standard deviation of each of the C channels over all latents. If both are None, latents are not normalised.
+    kind: Kind  # `sample` (C channels) or `moments` (mean and log-variance in 2C channels, from which the trainer draws latents)
+    scale_factor: Positive  # factor that scales latents before they enter the network
+    autoencoder: str  # name of the autoencoder: identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>
+    resolution: Resolution  # image height and width in pixels
+    num_classes: NumClasses  # number of classes (labels range from 0 to num_classes - 1)
+    # Mean and standard deviation of each of the C channels over all latents. If both values are None, latents are not normalised.
     latents_mean: tuple[Number, ...] | None = None
     latents_std: tuple[Positive, ...] | None = None
 
@@ -58,21 +58,21 @@ class ShardInfo:
 
 
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
-    """Pack the JPEG file of every item into the tensors `images` and `image_offsets` of a shard."""
+    """Pack the JPEG files of a shard's items into the tensors `images` and `image_offsets`."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
     return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
 
 
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, **more: Tensor | None) -> None:
-    """Write a shard. The file appears only when it is complete.
+    """Write a shard atomically. An interrupted call leaves no incomplete shard.
 
     Args:
-        latents: [M, C, H, W], or [M, 2C, H, W] for kind `moments`, float16 or float32.
-        labels: [M] int64.
-        more: latents_flip with the shape and type of latents; images and image_offsets from `pack_images`.
+        latents: Latents [M, C, H, W], or [M, 2C, H, W] for kind `moments`, in float16 or float32.
+        labels: Class labels [M] in int64.
+        more: Optional tensors: `latents_flip` with the same shape and dtype as `latents`, and the result of `pack_images`.
 
     Raises:
-        UserError: the file exists, a shape, type or label is wrong, or a value is not finite.
+        UserError: If the file already exists, if a shape, dtype or label is invalid, or if a value is not finite.
     """
     path = Path(path)
     if path.exists():
@@ -81,11 +81,11 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
 
 
 def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None, **tensors: Tensor | None) -> bytes:
-    """Serialize a shard. Equal data give equal bytes. Raises UserError for wrong tensors, like `write_shard`.
+    """Serialize a shard. Identical inputs produce identical bytes. Like `write_shard`, raise UserError for invalid tensors.
 
     Args:
-        path: the file of the shard, for error messages.
-        provenance: how the shard was made, in JSON types.
+        path: Path of the shard, which error messages show.
+        provenance: JSON-serializable record of how the shard was created.
     """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
@@ -95,7 +95,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
     about = asdict(info) | ({"provenance": provenance} if provenance else {})
     about["hash"] = _hash(tensors, about)
-    return save(tensors, metadata={"about": json.dumps(about)})  # a single entry, because safetensors orders several at random
+    return save(tensors, metadata={"about": json.dumps(about)})  # one entry, because safetensors orders entries randomly
 
 
 def _hash(tensors: dict[str, Tensor], about: dict) -> str:
@@ -107,10 +107,10 @@ def _hash(tensors: dict[str, Tensor], about: dict) -> str:
 
 
 def read_header(file: Path) -> tuple[dict, dict[str, int]]:
-    """Read (about, starts) from the header of a safetensors file. Raises UserError for other files.
+    """Read the header of a safetensors file and return (about, starts). Raise UserError for other file formats.
 
-    `about` holds the fields of ShardInfo, `hash`, and `provenance` if encode or convert made the shard. It is {} if the file is
-    not a shard. `starts` maps the name of each tensor to its first byte in the file.
+    `about` contains the fields of ShardInfo and `hash`. For shards from `encode` or `convert`, `about` also contains
+    `provenance`. For other safetensors files, `about` is {}. `starts` maps each tensor name to the tensor's offset in the file.
     """
     with reading(file), open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
@@ -120,7 +120,7 @@ def read_header(file: Path) -> tuple[dict, dict[str, int]]:
 
 
 def is_intact(file: Path) -> bool:
-    """Read the whole shard and compare its hash with the one in its header. Returns True if the header has none."""
+    """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
     try:
         about, _ = read_header(file)
         return about.pop("hash", None) in (None, _hash(load_file(file), about))
@@ -129,7 +129,7 @@ def is_intact(file: Path) -> bool:
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
-    """Check names, shapes, types and labels of the tensors of a shard. Raises UserError if one is wrong."""
+    """Raise UserError if a shard's tensors have invalid names, shapes, dtypes or labels."""
     held = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
     def need(is_so: bool, what: str) -> None:
@@ -152,17 +152,17 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
 
 
 def spread_items(num_items: int, at_most: int) -> np.ndarray:
-    """Choose item numbers, int64 [n], spread evenly over the data, including the first and the last."""
+    """Return up to `at_most` evenly spaced item indices, int64 [n], which include the first and the last item."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """List the shards of a folder in order. Hidden files are half-written shards and are left out."""
+    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards."""
     return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Read the manifest of a folder. Returns None if there is none. Raises UserError if it does not describe latents."""
+    """Read a folder's manifest, or return None if the file is missing. Raise UserError if the file does not describe latents."""
     file = folder / MANIFEST
     if not file.exists():
         return None
@@ -173,24 +173,24 @@ def read_manifest(folder: Path) -> dict | None:
 
 
 class LatentDataset:
-    """The shards of a folder as one array of latents, read by index.
+    """Data set that provides indexed access to the N latents in a folder of shards.
 
     Attributes:
-        labels: [N] int64.
-        channels, height, width: shape of a latent. For `moments`, `channels` is half the number of stored channels.
-        has_flips: whether shards hold latents of the mirrored images.
-        has_jpegs: whether shards hold the images as JPEG files.
-        has_images: whether `fetch_with_images` works, because shards hold JPEG files or the latents are pixels.
-        class_names: names of the classes from the manifest, or None.
-        settings: settings of the command that made the folder, from the manifest, or {}.
+        labels: Class labels [N] in int64.
+        channels, height, width: Shape of a latent. For `moments`, `channels` is half the number of stored channels.
+        has_flips: Whether the shards contain latents of the mirrored images.
+        has_jpegs: Whether the shards contain the images as JPEG files.
+        has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
+        class_names: Class names from the manifest, or None if the class names are unknown.
+        settings: Settings of the command that created the shards. The dictionary is empty without a manifest.
 
     Args:
-        path: a folder of shards, or a single shard.
-        check_folder: False also opens an unfinished folder, or one whose manifest lists other shards.
+        path: Folder of shards, or a single shard.
+        check_folder: Whether to reject unfinished folders and folders whose shards differ from the manifest.
 
     Raises:
-        UserError: there are no shards, a shard is damaged, or a shard differs from the first one in header, tensors or shape; the
-            folder is unfinished, or its manifest lists other shards.
+        UserError: If there are no shards, if a shard is damaged, if a shard differs from the first shard in header, tensors or
+            shape, or if `check_folder` rejects the folder.
     """
 
     def __init__(self, path: str | Path, check_folder: bool = True):
@@ -215,8 +215,8 @@ class LatentDataset:
         self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
-        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # [flip][shard]
-        if self.has_jpegs:  # [M + 1] for each shard: the first byte of each image in the file, and the end of the last image
+        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # indices: [flip][shard]
+        if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
         self._reader = FileReader(self.files)
@@ -231,16 +231,16 @@ class LatentDataset:
         return len(self.labels)
 
     def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read latents [b, C or 2C, H, W] as stored (latents_flip where `flips` is True), and labels [b] int64.
+        """Read stored latents [b, C or 2C, H, W] and int64 labels [b].
 
         Args:
-            indices: [b] item numbers.
-            flips: [b] bool, which items to read mirrored.
+            indices: Item indices [b].
+            flips: Whether to read each item from `latents_flip`, bool [b].
 
         Raises:
-            ValueError: the lengths differ, or `flips` asks for mirrored latents and there are none.
-            IndexError: an item does not exist, or its number is negative.
-            UserError: a shard is truncated or cannot be read.
+            ValueError: If the lengths differ, or if `flips` requests mirrored latents that the shards do not contain.
+            IndexError: If an index is negative or too large.
+            UserError: If a shard is truncated or unreadable.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             held = "hold" if self.has_flips else "hold no"
@@ -249,15 +249,15 @@ class LatentDataset:
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
-        # Items are read one by one. Indexing shard by shard takes ten times longer if each item of a batch is in another shard.
+        # Read items one by one. Indexing each shard takes ten times longer if all items of a batch are in different shards.
         for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
             self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `fetch`, but also read the images, uint8 [b, R, R, 3], mirrored where `flips` is True. Needs `has_images`.
+        """Read latents and labels like `fetch`, and also the images, uint8 [b, R, R, 3]. `has_images` must be True.
 
-        Also raises UserError if an image is not a JPEG file of R x R pixels.
+        Mirror the images where `flips` is True. Raise UserError if an image is not a JPEG file of R x R pixels.
         """
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":
@@ -267,7 +267,7 @@ class LatentDataset:
         for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
             start, stop = self._images[shard_idx][row : row + 2].tolist()
             self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
-            # Pillow releases the GIL while it decodes. The decoder of torchvision is deprecated.
+            # Use Pillow because torchvision's decoder is deprecated. Pillow releases the GIL while it decodes an image.
             with reading(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
@@ -275,13 +275,13 @@ class LatentDataset:
         return latents, labels, torch.from_numpy(images)
 
     def _locate(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
-        """Find the shard of each item, and its row in the shard."""
+        """Return each item's shard index and its row within the shard."""
         shards = np.searchsorted(self._first_item, indices, side="right") - 1
         return shards.tolist(), (indices - self._first_item[shards]).tolist()
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
-        """Map the name of each shard to the hash in its header. If the header has none, the whole file is hashed."""
+        """Map each shard's file name to the hash in its header. If the header contains no hash, compute the hash of the file."""
         return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
 
     @property
@@ -291,7 +291,7 @@ class LatentDataset:
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """Open a shard. Returns the header, the memory-mapped tensors, and the first byte of each tensor in the file."""
+    """Open a shard. Return the metadata, the memory-mapped tensors, and the offset of each tensor in the file."""
     try:
         shard = load_file(file)
     except (SafetensorError, OSError) as e:
@@ -307,35 +307,35 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Split stored latents [b, C or 2C, H, W] into mean and log-variance [b, C, H, W]. `sample` has no log-variance (None)."""
+    """Split stored latents [b, C or 2C, H, W] into mean and log-variance [b, C, H, W]. For `sample`, the log-variance is None."""
     if kind == "sample":
         return stored, None
     mean, log_variance = stored.chunk(2, dim=1)
-    return mean, log_variance.clamp(-30, 20)  # the autoencoder's own clamp (diffusers, DiagonalGaussianDistribution)
+    return mean, log_variance.clamp(-30, 20)  # same clamp as in diffusers' DiagonalGaussianDistribution
 
 
 def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
-    """Draw latents [b, C, H, W] from [b, C or 2C, H, W]. For `moments`, `random.randn(C, H, W)` draws noise [b, C, H, W]."""
+    """Sample latents [b, C, H, W] from [b, C or 2C, H, W]. For `moments`, `random.randn(C, H, W)` draws noise [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
 def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
-    """Turn stored latents [b, C or 2C, H, W] into network input, float32 [b, C, H, W]. `random` is as in `draw_latents`."""
+    """Convert stored latents [b, C or 2C, H, W] to the network input, float32 [b, C, H, W]. `draw_latents` explains `random`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 
 
 def normalize_latents(latents: Tensor, info: ShardInfo) -> Tensor:
-    """Turn latents [b, C, H, W] of the autoencoder into network input: (x - latents_mean) / latents_std * scale_factor.
+    """Convert autoencoder latents [b, C, H, W] to the network input (x - latents_mean) / latents_std * scale_factor.
 
-    `info` may be any object with these three fields: a header, the settings data.* of a configuration, or a sampler.
+    `info` may be any object with latents_mean, latents_std and scale_factor, such as the `data` settings of a configuration.
     """
     mean, std = _mean_and_std(info, latents.device)
     return (latents - mean) / std * info.scale_factor
 
 
 def restore_latents(latents: Tensor, info: ShardInfo) -> Tensor:
-    """Invert `normalize_latents`, so that the autoencoder can decode the latents."""
+    """Convert network input back to autoencoder latents. This function is the inverse of `normalize_latents`."""
     mean, std = _mean_and_std(info, latents.device)
     return latents / info.scale_factor * std + mean
 
@@ -346,6 +346,6 @@ def _mean_and_std(info: ShardInfo, device: torch.device) -> tuple[Tensor, Tensor
     return _per_channel(tuple(info.latents_mean), device), _per_channel(tuple(info.latents_std), device)
 
 
-@functools.lru_cache(maxsize=16)  # copying the values for every batch would synchronise with the device
+@functools.lru_cache(maxsize=16)  # copying the values for every batch would synchronise the host with the device
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""WebDataset tars, in which members with the same key form a sample. A damaged tar or an incomplete sample is an error."""
+"""Index WebDataset tars, whose members with the same key form a sample. Damaged tars and incomplete samples raise UserError."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from common.errors import UserError, reading
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
-TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that they raise an error
+TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that `index_tars` rejects them
 
 
 @dataclass(frozen=True)
 class TarItem:
-    """A member of a tar with its label."""
+    """A member of a tar archive and its label."""
 
-    file: Path  # the tar
+    file: Path  # path of the tar archive
     name: str
-    start: int  # first byte of the member in the tar
-    size: int  # number of bytes
+    start: int  # offset of the member in the archive, in bytes
+    size: int  # size of the member in bytes
     label: int
 
     def read(self) -> bytes:
@@ -31,10 +31,10 @@ class TarItem:
 
 
 def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
-    """List the members with one of `extensions` in a tar, or in all tars below a folder (sorted). Labels come from <key>.cls.
+    """List the members with one of `extensions` in a tar, or in all tars below a folder, sorted by path. Labels are in <key>.cls.
 
-    Raises UserError if a tar is compressed, damaged or followed by another tar in the same file; if a key contains a dot, has
-    no label, no member or two members; or if a label is not a whole number.
+    Raise UserError if a tar is compressed or damaged, or if another tar follows in the same file. Also raise UserError if a key
+    contains a dot, if a key has no label, no member or two members, or if a label is not an integer.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
@@ -43,12 +43,12 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
 
 
 def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
-    members: dict[str, tuple[str, int, int]] = {}  # key -> name, start, size
+    members: dict[str, tuple[str, int, int]] = {}  # maps each key to (name, start, size)
     labels: dict[str, int] = {}
     known = (*extensions, *LABEL_EXTENSIONS)
     with reading(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(file, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # otherwise tarfile keeps every member, which takes gigabytes for a large tar
+            tar.members.clear()  # tarfile would otherwise cache all members, which takes gigabytes for a large tar
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key, extension = folder + slash + stem, extension.lower()
@@ -62,7 +62,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
                 members[key] = member.name, member.offset_data, member.size
         tar.fileobj.seek(tar.offset)
         rest = tar.fileobj.read(2 * tarfile.RECORDSIZE)
-    # tarfile mistakes a damaged header for the end of the tar. The real end consists of blocks of zeros.
+    # tarfile treats a damaged header as the end of the archive. The actual end of an archive consists of blocks of zeros.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")
     if unpaired := sorted(members.keys() ^ labels.keys()):

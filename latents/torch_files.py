@@ -1,4 +1,4 @@
-"""Load files of tensors without running code that they contain."""
+"""Load tensors from files without executing any code that the files contain."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from common.errors import UserError, reading
 
 
 def load_tensors(file: Path) -> Any:
-    """Load a tensor, or dictionaries and lists of tensors, from a safetensors file or a file of torch.save.
+    """Load a tensor, or dictionaries and lists of tensors, from a safetensors file or a torch.save file.
 
-    Raises UserError if the file holds other objects (such pickles can run code), is damaged, or cannot be read.
+    Raise UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
     """
     with reading(file):
         if file.suffix == ".safetensors":
             return load_file(file)
         with open(file, "rb") as f:
             start = f.read(40)
-        if not start.startswith((b"PK", b"\x80")):  # for example an HTML error page or a Git LFS pointer
+        if not start.startswith((b"PK", b"\x80")):  # for example, an HTML error page or a Git LFS pointer
             raise UserError(f"{file} is not a file of torch.save, which is a zip archive or a pickle: it begins with {start!r}")
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
-    """Read mean and standard deviation of each channel from LightningDiT's latents_stats.pt. Raises UserError for other files."""
+    """Read each channel's mean and standard deviation from LightningDiT's latents_stats.pt. Raise UserError for other files."""
     stored = load_tensors(file)
     try:
         mean, std = (stored[name].double().flatten().tolist() for name in ("mean", "std"))

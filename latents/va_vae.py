@@ -1,4 +1,4 @@
-"""VA-VAE (LightningDiT, arXiv 2501.01423): the AutoencoderKL of latent diffusion (arXiv 2112.10752), computed by diffusers."""
+"""Load VA-VAE (LightningDiT, arXiv 2501.01423), which is a latent diffusion AutoencoderKL (arXiv 2112.10752), with diffusers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from common.errors import UserError
 from latents.torch_files import load_tensors
 
-# Parameter names in latent diffusion and in diffusers, which numbers the levels of the decoder in reverse order.
-# The converter in diffusers omits the attention inside levels, which VA-VAE has on 16x16 feature maps.
+# Patterns that convert latent diffusion's parameter names to diffusers, which numbers the decoder levels in reverse order.
+# diffusers' own converter ignores attention layers inside levels, which VA-VAE uses on 16x16 feature maps.
 LDM_TO_DIFFUSERS = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
     (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
@@ -30,17 +30,17 @@ LDM_TO_DIFFUSERS = (
 
 
 def find_va_vae(source: str) -> Path:
-    """Find the weights: `source`, or the only .pt, .ckpt or .safetensors file in that folder. Otherwise raises UserError."""
+    """Return the weights file `source`, or the only .pt, .ckpt or .safetensors file in that folder. Raise UserError otherwise."""
     path = Path(source)
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
-    files = [file for file in files if file.name != "latents_stats.pt"]  # it is published with the weights
+    files = [file for file in files if file.name != "latents_stats.pt"]  # LightningDiT publishes this file with the weights
     if len(files) != 1:
         raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give the path of one")
     return files[0]
 
 
 def autoencoder_kl() -> type:
-    """Import AutoencoderKL from diffusers without warnings of the libraries. The import is slow, so it is not at module level."""
+    """Import diffusers' AutoencoderKL and suppress all warnings. This function delays the import because it is slow."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -52,13 +52,13 @@ def autoencoder_kl() -> type:
 
 
 def load_va_vae(file: Path):
-    """Load a latent diffusion checkpoint into an AutoencoderKL of matching sizes. Raises UserError for other files."""
+    """Load a latent diffusion checkpoint into an AutoencoderKL with the same layer sizes. Raise UserError for other files."""
     stored = load_tensors(file)
 
     def count(pattern: str) -> int:
         return len({match[0] for name in weights if (match := re.match(pattern, name))})
 
-    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # the file also holds the discriminator and DINOv2
+    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")  # the file also contains the discriminator and DINOv2
     try:
         weights = {name: value for name, value in stored.get("state_dict", stored).items() if name.startswith(parts)}
         num_levels = count(r"encoder\.down\.\d+\.")
@@ -70,9 +70,9 @@ def load_va_vae(file: Path):
             latent_channels=weights["post_quant_conv.weight"].shape[1],
             down_block_types=["AttnDownEncoderBlock2D" if has else "DownEncoderBlock2D" for has in has_attention],
             up_block_types=["AttnUpDecoderBlock2D" if has else "UpDecoderBlock2D" for has in reversed(has_attention)],
-            scaling_factor=1.0,  # LightningDiT normalises each channel instead
+            scaling_factor=1.0,  # LightningDiT normalises each channel instead of scaling
         )
-        # The 1x1 convolutions of attention are linear layers in diffusers.
+        # diffusers implements the 1x1 convolutions of the attention layers as linear layers.
         weights = {name: x.flatten(1) if ".attn" in name and x.ndim > 1 else x for name, x in weights.items()}
         vae.load_state_dict({_diffusers_name(name, num_levels): x for name, x in weights.items()})
     except (AttributeError, KeyError, IndexError, ValueError, RuntimeError) as e:

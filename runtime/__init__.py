@@ -1,1 +1,1 @@
-"""The machine: accelerate, the processes, and torch.compile."""
+"""Set up accelerate, coordinate processes, and compile networks with torch.compile."""

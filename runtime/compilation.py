@@ -1,6 +1,6 @@
 """Compile blocks, checkpoint their activations, and check that the machine supports the settings.
 
-Nothing here changes names or values of parameters. Results change by rounding only.
+The functions in this module do not change parameter names or values. They change results only by rounding.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """Recompute activations in the backward to save memory.
+    """Save memory by recomputing activations in the backward pass.
 
     Args:
-        what: `none`, or `blocks`, which stores only the input of each block. Steps then take about a third longer.
+        what: `none` or `blocks`. `blocks` stores only each block's input, and a step takes about a third longer.
     """
     if what == "blocks":
-        for block in net.blocks:  # nothing in a block is random
+        for block in net.blocks:  # blocks use no random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def resolve_compile(mode: str, device: torch.device) -> str:
-    """Resolve `auto`: `blocks` on CUDA if torch.compile finds what it needs, otherwise `none`. Other modes are unchanged."""
+    """Resolve `auto` to `blocks` if torch.compile can run on CUDA, otherwise to `none`. Return other modes unchanged."""
     if mode != "auto":
         return mode
-    # Triton compiles C code on this machine to launch its kernels.
+    # Triton needs a C compiler on this machine for the code that launches its kernels.
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     can_compile = importlib.util.find_spec("triton") and compiler and headers.exists()
@@ -45,23 +45,23 @@ def resolve_compile(mode: str, device: torch.device) -> str:
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
-    """With mode `blocks`, compile every block. Blocks that see the same number of tokens share the compiled code.
+    """Compile every block if `mode` is `blocks`. Blocks that receive the same number of tokens share their compiled code.
 
-    Call this before `checkpoint_activations`.
+    Call this function before `checkpoint_activations`.
     """
     if mode == "none":
         return
-    # All networks of a process share the compiled variants of DiTBlock.forward: dense, routed and float32 in training, and one
-    # for each batch size in sampling (ImageSampler pads smaller batches). More than the default limit of 8 is an error.
+    # All networks in a process share the compiled DiTBlock.forward variants. Training needs dense, routed and float32 variants.
+    # Sampling needs one variant per batch size (ImageSampler pads smaller batches). Exceeding the default limit of 8 is an error.
     torch._dynamo.config.recompile_limit = 64
-    # DDP would split blocks where its buckets end, which undoes kernel fusion. Whole blocks are small enough to overlap.
+    # Dynamo would split blocks at DDP buckets and prevent kernel fusion. Complete blocks still overlap with communication.
     torch._dynamo.config.optimize_ddp = False
     for block in net.blocks:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
 def check_machine(train, device: torch.device) -> None:
-    """Check train.precision and train.compile before any slow work. Raises UserError if they do not fit the machine."""
+    """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
     check_compile("train.compile", train.compile, device)
     if train.activation_memory_budget < 1 and resolve_compile(train.compile, device) == "none":
         raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs train.compile=blocks")
@@ -70,7 +70,7 @@ def check_machine(train, device: torch.device) -> None:
 
 
 def check_compile(key: str, mode: str, device: torch.device) -> None:
-    """Log that compilation takes a while, or warn if `auto` cannot compile on this GPU. `key` is named in the message."""
+    """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU. Messages start with `key`."""
     if resolve_compile(mode, device) == "blocks":
         log.info("%s=%s: the first step takes about a minute longer, once", key, mode)
     elif mode == "auto" and device.type == "cuda":

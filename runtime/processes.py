@@ -1,6 +1,6 @@
-"""Coordinate processes: one decides or computes alone, and the others wait for it.
+"""Coordinate processes. One process can decide or compute alone while the other processes wait.
 
-They wait over gloo, which has a long timeout. NCCL's is short, because a collective that hangs keeps all GPUs idle.
+Processes wait in a gloo group with a long timeout. The NCCL timeout is short, because GPUs idle when a collective hangs.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file
 
-# Long enough for work of one process (hashing or saving checkpoints on a slow file system, metrics), and for the drift between
-# processes over 50,000 samples.
+# The timeout allows for slow work in one process (hashing or saving checkpoints on a slow file system, computing metrics) and for
+# the drift between processes over 50,000 samples.
 PATIENCE = timedelta(hours=2)
 
 T = TypeVar("T")
-_group: dist.ProcessGroup | None = None  # all processes; None if there is only one
+_group: dist.ProcessGroup | None = None  # the gloo group of all processes, or None for a single process
 
 
 def connect() -> None:
-    """Connect the processes; `start_accelerator` calls it. In a sweep they stay connected."""
+    """Create the gloo group of all processes. `start_accelerator` calls this function. A sweep creates the group only once."""
     global _group
     if _group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def leave() -> None:
-    """Disconnect the processes at the end of a command; they cannot connect again."""
+    """Disconnect the processes at the end of a command. They cannot connect again."""
     global _group
     _group = None
     if dist.is_available() and dist.is_initialized():
@@ -43,7 +43,7 @@ def leave() -> None:
 
 
 def on_main(action: Callable[[], T]) -> T:
-    """Call `action` in the main process and return its result on every process. Its UserError is raised on every process."""
+    """Call `action` in the main process and return its result on every process. A UserError is also raised on every process."""
     if _group is None:
         return action()
     value, error = None, None
@@ -61,13 +61,13 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 def wait_for_all() -> None:
-    """Return once every process has called this. An error names the processes that did not."""
+    """Wait until every process calls this function. After PATIENCE, an error on the main process names a missing process."""
     if _group is not None:
         dist.monitored_barrier(_group, PATIENCE)
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
-    """Gather tensors of equal shape in the main process's host memory. Other processes get []."""
+    """Gather tensors of equal shape in host memory on the main process. Other processes receive []."""
     tensor = tensor.cpu().contiguous()
     if _group is None:
         return [tensor]
@@ -77,9 +77,9 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
 
 
 def check_shared(file: Path, key: str) -> None:
-    """Check that all processes see the same `file`. One small file is enough to tell whether they share its folder.
+    """Check that `file` has the same content on all processes. A small file shows whether the processes share its folder.
 
-    Raises UserError as `check_same` does.
+    Raises UserError on every process, like `check_same`.
     """
     if _group is not None:
         check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
@@ -88,7 +88,7 @@ def check_shared(file: Path, key: str) -> None:
 def check_same(value: object, key: str, path: Path) -> None:
     """Check that all processes found the same `value` at `path`, which `key` names.
 
-    Raises UserError on every process if one differs from the main process. It names the key, the hosts and the paths.
+    Raises UserError on every process if a value differs from the main process's. The message names the key, hosts and paths.
     """
     if _group is None:
         return

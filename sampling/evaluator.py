@@ -1,4 +1,4 @@
-"""Evaluate a sampler or images on disk against a reference. All processes share the work, without intermediate files."""
+"""Evaluate sampled images or images on disk against a reference. The processes share the work without intermediate files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
-    """Build the detectors of evaluation.* on this process's device. Raises UserError if weights are missing."""
+    """Build the configured detectors on this process's device. Raises UserError if a detector's weights are missing."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
 def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
-    """Hash the detectors' weights files for results. Published weights give None. Raises UserError for an unreadable file."""
+    """Return the hash of each configured weights file, or None if published weights are used. Raises UserError on read errors."""
 
     def content(key: str) -> str | None:
         with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
@@ -66,7 +66,7 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
 
     from evaluations.inception import InceptionDetector, fetch_weights
 
-    # In a list with small-<set>, evaluation.weights is the file of small-<set>.
+    # If the detectors include small-<set>, `evaluation.weights` is the weights file for small-<set>, not for Inception.
     file = None if any(map(small_set, settings.all_detectors)) else settings.weights
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
@@ -74,13 +74,13 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
 def open_reference(
     path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
 ) -> ImageSet:
-    """Open the reference that `key` names. Images of a folder are cropped to the resolution, as in encode.
+    """Open the reference at `path`. If `path` is a folder, its images are cropped to `resolution` with ADM's centre crop.
 
     Args:
-        detectors: names of detectors. The reference must suit all of them.
+        detectors: Names of the detectors that will be applied to the reference.
 
     Raises:
-        UserError: it cannot be used, or has neither images nor the statistics of a detector.
+        UserError: The reference cannot be opened, or has no images and no statistics for one of the detectors.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
@@ -90,18 +90,18 @@ def open_reference(
         )
     images = open_images(path, crop=resolution if Path(path).is_dir() else None, background=background)
     check_same(images.outline(), key, images.path)
-    for name in detectors:  # before their weights are downloaded
+    for name in detectors:  # checked before the detectors download their weights
         if len(images) == 0 and name not in images.statistics:
             raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")
     return images
 
 
 class Interrupted(Exception):
-    """Raised when sampling stops early, after a signal."""
+    """Raised when a signal stops sampling early."""
 
 
 def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """Yield the batches. Before each one, call `stop`, and raise Interrupted if it returns True."""
+    """Yield the batches, calling `stop` before each batch. Raises Interrupted if `stop` returns True."""
     for batch in batches:
         if stop():
             raise Interrupted
@@ -109,14 +109,14 @@ def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]
 
 
 class Evaluator:
-    """Computes features of images on all processes, and metrics against one reference.
+    """Computes image features on all processes, and metrics against one reference on the main process.
 
     Args:
-        cache: a folder for features of the reference.
+        cache: Folder that caches the reference features.
 
     Attributes:
-        references: for each detector, features and statistics of the reference. Only the main process has them, because it
-            computes the metrics. The others have None.
+        references: Reference features and statistics for each detector. Every entry is None on the other processes, because
+            only the main process computes metrics.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Evaluator:
         stop: Callable[[], bool] = lambda: False,
         name: str = "evaluation",
     ) -> list[Features]:
-        """Sample an image per seed and compute each detector's features. The main process gets them, the others get [].
+        """Sample one image per seed and compute its features with each detector. Returns [] except on the main process.
 
         Args:
-            labels: the class of each seed.
-            stop: is called before every batch, equally often on every process, and must return the same value on all.
-            name: title of the progress bar.
+            labels: Maps each seed to a class.
+            stop: Called before each batch, equally often on every process. Must return the same value on all processes.
+            name: Title of the progress bar.
 
         Raises:
             Interrupted: `stop` returned True.
@@ -154,9 +154,9 @@ class Evaluator:
         return shared_features(self.accelerator, len(labels), compute)
 
     def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
-        """Compute each detector's features of the first num_samples images on disk. Only the main process gets them.
+        """Compute features of the first `num_samples` images with each detector. Returns [] except on the main process.
 
-        If all images of the file are evaluated, its stored statistics are used, as in ADM's evaluator.
+        If `num_samples` covers all images in the file, the features include statistics stored in the file, as in ADM's evaluator.
         """
         features = self._features_of(images, self.detectors, num_samples)
         if num_samples == len(images):
@@ -164,9 +164,9 @@ class Evaluator:
         return features
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
-        """Compute the metrics of features. Only the main process can call this.
+        """Compute the metrics of sample features against the reference. Only the main process can call this method.
 
-        labels: the class of each sample, for class_agreement.
+        `labels` contains the class of each sample, which `class_agreement` needs.
         """
         values, y = {}, None if labels is None else torch.as_tensor(labels)
         with log_if_slow(log, "computing the metrics of %d images", len(samples[0])):
@@ -175,7 +175,7 @@ class Evaluator:
         return values
 
     def jackknife(self, samples: Sequence[Features], labels: Sequence[int] | None, num_groups: int) -> dict[str, list[float]]:
-        """`evaluations.suite.jackknife` of the metrics. It may run in a thread, since it does not use the device."""
+        """Call `evaluations.suite.jackknife` for each detector. This method does not use the GPU, so it can run in a thread."""
         values, y = {}, None if labels is None else torch.as_tensor(labels)
         for pair in zip(self.references, samples):
             values |= jackknife(*pair, y, num_groups)
@@ -184,26 +184,26 @@ class Evaluator:
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process
         features = read_cache(self.cache, images, detector) if is_main else None
-        if on_main(lambda: features is None):  # other nodes may see another folder
+        if on_main(lambda: features is None):  # other nodes may see another cache folder
             computed = self._features_of(images, [detector], len(images))
             if is_main:
                 features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
         return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Compute features of the first `count` images on disk. Only the main process gets them, the others get []."""
+        """Compute features of the first `count` images with each detector. Returns [] except on the main process."""
         is_main = self.accelerator.is_main_process
         compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
         return shared_features(self.accelerator, count, compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Compute features of items 0 to count - 1 for the main process; others get []. Each calls compute(start, stop) once."""
+    """Divide `count` items among processes that each call compute(start, stop) once. Returns [] except on the main process."""
     num_processes = accelerator.num_processes
     if num_processes == 1 or count < num_processes:
-        features = compute(0, count)  # on every process, since `compute` may call collectives
+        features = compute(0, count)  # every process computes, because `compute` may call collectives
         return features if accelerator.is_main_process else []
-    # Gathering needs equal lengths: the last ranges start earlier, and each keeps only the items before the next range.
+    # All ranges must have the same length for gathering, so the last ranges may overlap. `kept` excludes the overlapping items.
     length = -(-count // num_processes)
     starts = [min(rank * length, count - length) for rank in range(num_processes)]
     kept = [end - start for start, end in pairwise([*starts, count])]

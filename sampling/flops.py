@@ -1,6 +1,6 @@
-"""Compute FLOPs of the matrix products of dit.py and lightningdit.py from their sizes. A multiply-add is 2 FLOPs.
+"""Count the FLOPs of the matrix products in dit.py and lightningdit.py. A multiply-add counts as 2 FLOPs.
 
-As usual, norms, activations, modulation and softmax are not counted.
+By convention, the FLOPs of norms, activation functions, elementwise modulation and softmax are not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from routing_module import num_kept_tokens
 
 
 def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
-    """Compute the FLOPs of one forward for one image.
+    """Compute the FLOPs of one forward pass for one image.
 
     Args:
-        selection_ratios: fraction of the tokens that SKIP, one for all routes or one for each. 0 is dense, as in sampling. At 1
-            all tokens skip. None takes the ratios of the routes, as in training.
+        selection_ratios: Fraction of tokens that SKIP a route, as one number for all routes or one number per route. With 0, no
+            token skips, as in sampling. With 1, all tokens skip. With None, each route uses its own ratio, as in training.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]
     conv, final = net.x_embedder.proj, net.final_layer
@@ -37,5 +37,5 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
 def block_flops(block: dit.DiTBlock, num_tokens: int) -> int:
     """Compute the FLOPs of one block for `num_tokens` tokens of one image."""
     linear = [layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
-    attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and its product with V
+    attention = 2 * 2 * num_tokens**2 * block.attn.proj.in_features  # Q K^T, and the product of the attention weights and V
     return 2 * num_tokens * sum(x.weight.numel() for x in linear) + attention + 2 * block.adaLN_modulation[1].weight.numel()

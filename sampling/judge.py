@@ -1,4 +1,4 @@
-"""Evaluates the points of fid.py: recipes, or images on disk. Finished points are kept."""
+"""Evaluate the points of a fid.py command. A point is a checkpoint with sampling settings, or a set of images on disk."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Judge:
-    """Evaluates points. They share detectors, features of the reference and networks.
+    """Evaluates points, which share detectors, reference features and networks.
 
     Attributes:
-        cfg: with the detector and the reference filled in.
-        folders: verified checkpoints. [] for images on disk.
-        images: on disk, in place of checkpoints.
-        output: the folder of the results.
+        cfg: Settings of the fid.py command, with unset evaluation settings filled in from the run.
+        folders: Verified checkpoint folders, or [] to evaluate images on disk.
+        images: Images on disk to evaluate instead of checkpoints, or None.
+        output: Folder for the results.
     """
 
     cfg: FidConfig
@@ -47,10 +47,10 @@ class Judge:
     output: Path
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
-        """Build a point for every combination of listed values, checked against its checkpoint. Images on disk have no recipe.
+        """Build a point and a recipe for every checkpoint and combination of listed values. Images on disk have no recipe.
 
         Raises:
-            UserError: as `Recipe.for_checkpoint`.
+            UserError: `Recipe.for_checkpoint` rejects a combination.
         """
         if self.images:
             path = self.cfg.images
@@ -63,22 +63,22 @@ class Judge:
             name = (store.find_run(folder) or folder.resolve().parent).name
             shown = {"run": name, "step": store.read_step(folder), **settings, **given}
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
-            if point.identity not in (earlier.identity for earlier, _ in points):  # with cfg_scale=1, all intervals are equal
+            if point.identity not in (earlier.identity for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
         return points
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        for folder in self.folders:  # check first: loading detector and reference takes minutes
+        for folder in self.folders:  # fail early, because loading the detectors takes minutes
             autoencoders.find(self.cfg.autoencoder or load_config(folder).data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
-        # Cache next to the runs, which often share a reference.
+        # Store reference features next to the run folders, because several runs often use the same reference.
         run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])
         cache = (run.parent if run else self.output) / "reference_features"
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
     def results(self, num_samples: int) -> Results:
-        """Return the finished points with this number of samples. Every process must call this."""
+        """Open the results folder for evaluations with `num_samples` samples. Every process must call this method."""
         seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         detector = "+".join(self.cfg.evaluation.all_detectors)
         conditions = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
@@ -88,7 +88,7 @@ class Judge:
         return Results(self.output, conditions, about)
 
     def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
-        """Evaluate the points that are not finished."""
+        """Evaluate the points that have no stored results yet. Returns the results of all points."""
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
@@ -98,7 +98,7 @@ class Judge:
             results.add(point, metrics, self.evaluator.jackknife(features, labels, num_groups=10), cost)
             log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
 
-        with ThreadPoolExecutor(1) as thread:  # the main process computes errors while the next point is sampled
+        with ThreadPoolExecutor(1) as thread:  # a thread computes standard errors while we sample the next point
             for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
                 on_main(lambda: [future.result() for future in finished if future.done()])
                 features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
@@ -109,7 +109,7 @@ class Judge:
         return results
 
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
-        """Compute a point's features. Also return the requested labels of its images, and the cost per image."""
+        """Compute the features of a point's images. Also return the class labels of the images and the cost per sampled image."""
         if recipe is None:
             labels = self.images.labels
             return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}

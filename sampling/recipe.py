@@ -1,4 +1,4 @@
-"""A recipe: everything that determines an image, except its seed and label. It is built and checked in one place."""
+"""Build and check recipes. A recipe contains all settings that determine an image, except the seed and the label."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from sampling.sampler import ImageSampler
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines an image. Raises UserError if guidance.* does not fit the run.
+    """Settings that determine an image. Raises UserError if the guidance settings are not valid for the run.
 
     Attributes:
-        run: the configuration of the run that trains the network, with data.* filled in.
-        diffusion: the diffusion of the run, with the sampler to use.
-        guidance: the settings guidance.*. Those of autoguidance hold the verified folder of the second checkpoint.
-        precision: the precision of the networks, fp32 | bf16.
-        autoencoder: decodes the latents.
-        checkpoint: the verified folder of the checkpoint, or None for a network in training.
-        weights: ema | raw.
-        content: hashes of the checkpoints, which identify them in results.
-        average: an `extras.posthoc_ema.Average`, which replaces `weights`, or None.
+        run: Configuration of the run that trains the network, with the data settings filled in.
+        diffusion: The run's diffusion, with the sampler settings to use.
+        guidance: Guidance settings. For autoguidance, `checkpoint` is the verified folder of the second checkpoint.
+        precision: Precision of the networks, `fp32` or `bf16`.
+        autoencoder: Name of the autoencoder that decodes the latents, in the form that `latents.autoencoders.build` accepts.
+        checkpoint: Verified checkpoint folder, or None for a network in training.
+        weights: Weights to load from the checkpoint, `ema` or `raw`.
+        content: Hashes of the checkpoints, which identify the checkpoints in results.
+        average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
     """
 
     run: schema.TrainConfig
@@ -55,14 +55,14 @@ class Recipe:
 
     @classmethod
     def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
-        """Make the recipe of a verified checkpoint with the settings of a command.
+        """Build the recipe for a verified checkpoint and the settings of a command.
 
         Args:
-            command: has one value for each key. If it is None, the run's value is used.
-            precision: is used if the command sets no precision.
+            command: Settings with one value per key. If a sampler setting or `autoencoder` is None, the run's value is used.
+            precision: Precision to use if `command.precision` is None.
 
         Raises:
-            UserError: the run's sampler, network or checkpoint does not have a setting, or settings do not fit each other.
+            UserError: The run's sampler, network or checkpoint does not support a setting, or some settings are incompatible.
         """
         run, content = load_config(folder), store.hash_checkpoint(folder)
         guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
@@ -70,7 +70,7 @@ class Recipe:
             content += store.hash_checkpoint(Path(guidance.checkpoint))
         average = None
         if command.ema_length is not None:
-            from extras import posthoc_ema  # needed only here
+            from extras import posthoc_ema  # only this branch needs the module
 
             average = posthoc_ema.Average(folder, command.ema_length)
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
@@ -90,15 +90,15 @@ class Recipe:
     def in_training(
         cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
     ) -> Recipe:
-        """Make the recipe for samples of the network while it trains.
+        """Build the recipe for sampling from a network during training.
 
-        num_steps: noise levels of the sampler. None takes the value of the run.
+        `num_steps` is the sampler's number of steps. If `num_steps` is None, the recipe uses the run's value.
         """
         diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_second_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
-        """Return the settings by their names in results. Of the sampler, only num_steps and changed settings appear."""
+        """Return the settings under the names in results. Sampler settings with default values are omitted, except num_steps."""
         ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
 
@@ -109,7 +109,7 @@ class Recipe:
         return self.sampler(net, decoder, device, compile_mode)
 
     def sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
-        """Build the sampler of a network on the device, compiled as compile_mode says. Loads autoguidance's second network."""
+        """Build a sampler for a network that was compiled with `compile_mode`. Also load autoguidance's second network."""
         second = None
         if self.guidance.name == "autoguidance":
             folder = Path(self.guidance.checkpoint)
@@ -129,7 +129,7 @@ class Recipe:
 
 
 def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
-    """Set guidance.cfg_scale to the value of its short name `cfg_scale`. Raises UserError for guidance without a scale."""
+    """Set `guidance.cfg_scale` to `cfg_scale` unless it is None. Raises UserError if the guidance method has no `cfg_scale`."""
     if cfg_scale is None:
         return settings
     if not hasattr(settings, "cfg_scale"):
@@ -138,7 +138,7 @@ def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Gui
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """Change settings of the sampler. None keeps a value. Raises UserError for a wrong value or a key of another sampler."""
+    """Override sampler settings, ignoring None values. Raises UserError for an invalid value or an unknown sampler setting."""
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
@@ -149,13 +149,13 @@ def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) ->
 
 
 def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
-    """Return num_steps and each setting of the sampler that differs from its default."""
+    """Return num_steps and all sampler settings that differ from their default values."""
     default = vars(type(diffusion.sampler)())
     return {key: x for key, x in vars(diffusion.sampler).items() if key == "num_steps" or x != default[key]}
 
 
 def name_guidance(settings: schema.Guidance) -> dict[str, object]:
-    """Return only cfg_scale for cfg and for no guidance (1.0). Other guidance adds `guidance` and `guidance.*`."""
+    """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
     own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
@@ -166,16 +166,16 @@ def name_guidance(settings: schema.Guidance) -> dict[str, object]:
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """Turn the settings guidance.* into a function of `guidance.GuidanceInputs`, which hold autoguidance's second network."""
+    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains autoguidance's second network."""
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion: schema.Diffusion) -> None:
-    """Check the settings guidance.* against the run whose network is guided. `diffusion` has the sampler to use.
+    """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
-        UserError: the settings do not fit each other. The network was not trained with the null class or path-drop that they
-            need. They guide too many channels. The interval exceeds the highest noise level or contains no noise level.
+        UserError: The settings contradict each other, require a null class or path-drop that training did not use, or guide more
+            channels than the latents have. Also raised if the interval exceeds the highest noise level or has no noise level.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run.model.class_dropout == 0:
@@ -186,15 +186,15 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
     routes_shape = (len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2)
-    try:  # builds a denoiser without calling a network
+    try:  # only builds a denoiser, without calling a network
         build_guidance(settings)(guidance.GuidanceInputs(None, run.data.num_classes, routes_shape, weak=id))
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
     levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
-    top = levels[0] * (1 + 1e-6)  # levels are rounded to float32 when they are compared
+    top = levels[0] * (1 + 1e-6)  # guidance compares noise levels in float32
     holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
-    if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion in t
+    if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion that uses t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
@@ -203,14 +203,14 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
 @lru_cache(maxsize=100)
 def find_second_checkpoint(path: str) -> Path:
-    """Find autoguidance's verified second checkpoint. It is the same for all points, even if its run still trains."""
+    """Find and verify autoguidance's second checkpoint. Caching gives all points the same checkpoint while a run trains."""
     return find_checkpoint_together(path, "guidance.checkpoint")
 
 
 def with_second_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
-    """Fill in the verified folder of autoguidance's second checkpoint. Other guidance is unchanged.
+    """Replace autoguidance's `checkpoint` with the verified checkpoint folder. Other guidance settings are returned unchanged.
 
-    Raises UserError if there is no checkpoint, or if its network denoises other latents, classes or noise levels than the run.
+    Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
     """
     if settings.name != "autoguidance":
         return settings

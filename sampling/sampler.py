@@ -1,4 +1,4 @@
-"""Sample images from a network. Training grids, sample.py and evaluations share this sampler."""
+"""Sample images from a network. The trainer, sample.py and fid.py use the same sampler."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sampling.flops import forward_flops
 
 @dataclass
 class ImageSampler:
-    """Makes images by seed.
+    """Samples one image for each given seed.
 
     Attributes:
-        net: in evaluation mode, on the device to sample on.
-        autoencoder: decodes the latents, after `restore_latents`.
-        data: shape, classes and scale of the latents.
-        precision: the precision of the networks, fp32 | bf16.
-        rounding: see `latents.autoencoders.to_uint8`.
-        is_compiled: pad each batch to the largest one so far, because every new batch size would trigger a compilation.
-        second: the second network of autoguidance and its diffusion.
-        cost: network_evaluations and gflops_per_image of the last call, summed over both networks.
+        net: Network in evaluation mode on `device`.
+        autoencoder: Autoencoder that decodes the output of `restore_latents`.
+        data: Shape, number of classes and scale of the latents.
+        precision: Precision of the networks, `fp32` or `bf16`.
+        rounding: Rounding mode for pixel values. See `latents.autoencoders.to_uint8`.
+        is_compiled: Whether to pad each batch to the largest batch size so far, because each new size triggers a compilation.
+        second: Second network for autoguidance and the diffusion of that network.
+        cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.
     """
 
     net: nn.Module
@@ -50,10 +50,10 @@ class ImageSampler:
 
     @torch.no_grad()
     def __call__(self, seeds: list[int], labels: list[int]) -> np.ndarray:
-        """Sample images, uint8 [B, H, W, 3]. Image i depends only on seeds[i] and labels[i].
+        """Sample uint8 images [B, H, W, 3]. Image i depends only on seeds[i] and labels[i].
 
         Args:
-            labels: one per seed, 0 to num_classes, which is the null class.
+            labels: Class label for each seed, from 0 to num_classes. Label num_classes is the null class.
         """
         data, num_images = self.data, len(seeds)
         if self.is_compiled:
@@ -63,7 +63,7 @@ class ImageSampler:
         random = SeedRandom(seeds, self.device)
         random_routes = SeedRandom(seeds, self.device, stream="routes")
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
-        calls: Counter[tuple] = Counter()  # of networks, per image
+        calls: Counter[tuple] = Counter()  # evaluations per image, by network and selection ratio
 
         def denoise(net: nn.Module, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
             calls[net, routing.get("selection_ratios", 0.0)] += len(x) / len(seeds)
@@ -89,7 +89,7 @@ class ImageSampler:
 
 
 def draw_labels(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:
-    """Choose each seed's class from the seed alone: uniformly `random`, or `balanced` (seed mod num_classes)."""
+    """Map each seed to a class: seed mod num_classes for `balanced`, or a uniform draw that depends on the seed for `random`."""
     if rule == "balanced":
         return {seed: seed % num_classes for seed in seeds}
     return {seed: int(np.random.default_rng(derive_seed("class", seed)).integers(num_classes)) for seed in seeds}

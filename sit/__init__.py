@@ -1,4 +1,4 @@
-"""SiT (Ma et al., arXiv 2401.08740): linear path, velocity prediction, loss and samplers. Written from the paper's equations."""
+"""SiT's linear path, velocity prediction, loss and samplers (Ma et al., arXiv 2401.08740), based on the paper's equations."""
 
 from sit.diffusion import SiT
 

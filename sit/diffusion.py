@@ -1,12 +1,12 @@
 """Linear-path flow matching with velocity prediction (SiT, arXiv 2401.08740, section 2).
 
-Shapes: B is the batch size. Latents have C channels, height H and width W. Convention: t is in [0, 1] with the data at t = 0 and
-unit noise at t = 1, as in the SiT paper, and the network receives t itself, not 1000 t:
+Shapes: B is the batch size. Latents have C channels, height H and width W. As in the SiT paper, t is in [0, 1], with the data at
+t = 0 and standard normal noise at t = 1. The network receives t itself, not 1000 t.
 
     x_t = (1 - t) x + t eps        v(x_t, t) = E[eps - x | x_t]        D_x = E[x | x_t] = x_t - t v
 
 The published code of SiT and LightningDiT (arXiv 2501.01423) reverses time (s = 1 - t, data at s = 1) and predicts x - eps. To
-use its networks here, set net(x, t, y) = -published(x, 1 - t, y). REPA's code uses our convention.
+use a published network here, define net(x, t, y) = -published(x, 1 - t, y). REPA's code uses the same convention as this module.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from sit.sampler import FlowSampler
 
 @settings
 class SiT:
-    """SiT's path, loss and sampler, with the interface of `edm.EDM`: a network is any callable net(x_t, t, y, **kwargs).
+    """SiT's path, loss and sampler. The interface matches `edm.EDM`. The network can be any callable net(x_t, t, y, **kwargs).
 
     Attributes:
-        timestep: how t is drawn in training: `uniform` in [0, 1), or `logit_normal`, logit(t) ~ N(logit_mean, logit_std^2)
-            (arXiv 2403.03206, section 3.1).
-        logit_mean, logit_std: see `timestep`. A higher mean trains more at high noise.
-        cosine_weight: weight of the term 1 - cos(v, eps - x) in the loss. 0 leaves it out, and LightningDiT uses 1.
-        sampler: the settings of the sampler.
+        timestep: Distribution of t in training. `uniform` draws t from [0, 1), and `logit_normal` draws logit(t) from
+            N(logit_mean, logit_std^2) (arXiv 2403.03206, section 3.1).
+        logit_mean, logit_std: Mean and standard deviation for `logit_normal`. A higher mean draws high noise levels more often.
+        cosine_weight: Weight of the loss term 1 - cos(v, eps - x). A weight of 0 disables the term, and LightningDiT uses 1.
+        sampler: Sampler and its settings.
     """
 
     timestep: Literal["uniform", "logit_normal"] = "uniform"
@@ -39,30 +39,30 @@ class SiT:
     logit_std: Positive = 1.0
     cosine_weight: NotNegative = 0.0
     sampler: FlowSampler = FlowSampler()
-    name: Literal["sit"] = "sit"  # diffusion=sit
+    name: Literal["sit"] = "sit"  # selected with diffusion=sit
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """(B, C, H, W) float32, the network's estimate of v = E[eps - x | x_t].
+        """Return the network's estimate of v = E[eps - x | x_t], (B, C, H, W) float32.
 
-        Extra output channels of the network (the learned variance of published DiT and SiT checkpoints) are dropped. Any other
-        shape is a ValueError.
+        The method drops extra output channels, such as the learned variance in published DiT and SiT checkpoints, and raises
+        ValueError for any other shape mismatch.
         """
         v = net(x, t, y, **net_kwargs)[:, : x.shape[1]].float()
-        if v.shape != x.shape:  # it would broadcast
+        if v.shape != x.shape:  # v would broadcast
             raise ValueError(f"the network returns {tuple(v.shape)} for latents {tuple(x.shape)}")
         return v
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """D_x = x_t - t v. Arguments and result as for `edm.EDM.denoise`: x is x_t, and t (B,) in [0, 1] is the noise level."""
+        """Compute D_x = x_t - t v. See `edm.EDM.denoise` for the arguments. x is x_t, and t is the noise level (B,) in [0, 1]."""
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
-        """(B,) squared error of the velocity, averaged over C, H and W (SiT, section 2.1), plus the cosine term.
+        """Return the squared error (B,) of the velocity, averaged over C, H and W (SiT, section 2.1), plus the cosine term.
 
-        The cosine term comes from LightningDiT (arXiv 2501.01423) and FasterDiT (arXiv 2410.10356). It is cosine_weight times
-        1 - cos(v, eps - x), with the cosine over the C channels of each position, averaged over H and W.
+        The cosine term of LightningDiT (arXiv 2501.01423) and FasterDiT (arXiv 2410.10356) is cosine_weight times the average
+        over H and W of 1 - cos(v, eps - x), where each cosine is computed over the C channels.
 
-        Arguments as for `edm.EDM.loss`. `random` draws t, then the noise.
+        See `edm.EDM.loss` for the arguments. The loss draws t from `random` first and then the noise.
         """
         t = random.rand() if self.timestep == "uniform" else (self.logit_mean + self.logit_std * random.randn()).sigmoid()  # (B,)
         eps = random.randn(*x.shape[1:])

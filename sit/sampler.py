@@ -1,7 +1,7 @@
-"""Samplers of the linear path (SiT, arXiv 2401.08740, sections 2.2 and 2.4): Euler and Heun along the probability-flow ODE,
-Euler-Maruyama along the reverse SDE. t goes from 1 (noise) down to 0 (data).
+"""Samplers for SiT's linear path (arXiv 2401.08740, sections 2.2 and 2.4), along which t decreases from 1 (noise) to 0 (data).
 
-The samplers need only D_x = E[x | x_t] from the model. Guidance combines denoised estimates, so it works as for EDM:
+Euler and Heun integrate the probability-flow ODE, and Euler-Maruyama integrates the reverse SDE. Guidance works as for EDM,
+because the samplers need only the denoised estimate D_x = E[x | x_t] from the model and derive the other quantities:
 
     E[eps | x_t] = (x_t - (1 - t) D_x) / t        v = (x_t - D_x) / t        score = -E[eps | x_t] / t
 """
@@ -23,18 +23,18 @@ from common.types import Positive, Steps, settings
 
 @settings
 class FlowSampler:
-    """ODE: dx/dt = v. SDE, backwards in t: dx = (v - w/2 score) dt + sqrt(w) dW, with the same marginals for every w(t) >= 0.
+    """Sampler for the ODE dx/dt = v, or for the SDE dx = (v - w/2 score) dt + sqrt(w) dW, which runs backwards in t.
+
+    The SDE has the same marginals for every w(t) >= 0. The sampler uses w(t) = 2 t, as in SiT's published samples.
 
     Attributes:
-        num_steps: steps in t. The denoiser is called num_steps times, or 2 * num_steps - 1 times for heun, whose last step
-            is an Euler step.
-        solver: `euler` or `heun` (ODE, deterministic), or `euler_maruyama` (SDE).
-        timestep_shift: s in t' = t / (s + (1 - s) t), applied to the evenly spaced t of the ODE's steps. 1 changes nothing. Below
-            1, more steps are at high noise. LightningDiT uses this s. SD3's shift (arXiv 2403.03206, section 5.3.2) is 1 / s.
-
-    For the SDE only:
-        last_step_size: the t at which the last step starts. That step adds no noise. The other steps divide the rest evenly.
-            w(t) = 2 t, as for the published samples.
+        num_steps: Number of steps in t. The sampler calls the denoiser num_steps times, or 2 * num_steps - 1 times for `heun`,
+            whose last step is an Euler step.
+        solver: `euler` and `heun` solve the ODE and are deterministic. `euler_maruyama` solves the SDE.
+        timestep_shift: Shift s in t' = t / (s + (1 - s) t), which the ODE solvers apply to evenly spaced t. A shift of 1 has no
+            effect, and a smaller shift takes more steps at high noise. LightningDiT defines s in the same way. SD3's shift
+            (arXiv 2403.03206, section 5.3.2) is 1 / s.
+        last_step_size: Value of t at the start of the SDE's last step, which adds no noise. The earlier steps have equal size.
     """
 
     num_steps: Steps = 40
@@ -47,24 +47,24 @@ class FlowSampler:
             raise ValueError(f"timestep_shift={self.timestep_shift:g} moves the steps of the ODE; euler_maruyama needs 1")
 
     def noise_levels(self) -> list[float]:
-        """Return the num_steps values of t at which steps begin, from 1 downwards, then 0."""
+        """Return the num_steps values of t at which steps begin, in descending order from 1, followed by 0."""
         if self.solver != "euler_maruyama":
             even = [1 - i / self.num_steps for i in range(self.num_steps)] + [0.0]
-            return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # s = 1 gives t exactly
+            return [t / (1 - (1 - self.timestep_shift) * (1 - t)) for t in even]  # equals t exactly for s = 1
         last = max(self.num_steps - 1, 1)
         return [1 - i / last * (1 - self.last_step_size) for i in range(self.num_steps)] + [0.0]
 
     def evaluated_levels(self) -> list[float]:
-        """Return the values of t at which the denoiser is called, from 1 downwards."""
+        """Return the values of t at which the sampler calls the denoiser, in descending order from 1."""
         return self.noise_levels()[:-1]
 
     @torch.no_grad()
     def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
-        """Solve from t = 1 to 0. Arguments and result as for `edm.sampler.HeunSampler`, with t in place of sigma.
+        """Sample latents by integrating from t = 1 to 0. The arguments match `edm.sampler.HeunSampler`, with t instead of sigma.
 
-        `random` is the source of the noise of the SDE. The ODE needs none.
+        The SDE solver draws noise from `random`. The ODE solvers do not use `random`.
         """
-        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS has no float64
+        dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS does not support float64
 
         def denoised(x: Tensor, t: float) -> Tensor:
             ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
@@ -87,7 +87,7 @@ class FlowSampler:
         return x.float()
 
     def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
-        """Euler-Maruyama, with w(t) / 2 = t."""
+        """Take one Euler-Maruyama step with w(t) / 2 = t."""
         step = t_cur - t_next
         score = -(x - (1 - t_cur) * D_x) / t_cur**2
         mean = x - step * ((x - D_x) / t_cur - t_cur * score)

@@ -1,1 +1,1 @@
-"""The trainer, and the hooks between its steps."""
+"""The trainer and the hooks that it calls between training steps."""

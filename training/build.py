@@ -1,4 +1,4 @@
-"""Build data, EMA, alignment and hooks from a checked configuration, and check that a run may start from a checkpoint."""
+"""Build the data set, EMA, alignment and hooks for a configuration, and check that a checkpoint fits the configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDataset]:
-    """Open the latents and fill in the keys that the configuration leaves open. Raises UserError if the two disagree."""
+    """Open the latents and fill in missing configuration values. Raise UserError if the configuration contradicts the latents."""
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
@@ -61,7 +61,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 
 
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
-    """Fill in lengths that depend on the number of images, by the rule in configs/data/custom.yaml."""
+    """Derive unset intervals, num_steps and ema_decay from the number of images, as described in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
     every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
@@ -83,24 +83,24 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
         return EMA(net, train.ema_decay)
-    from extras import tracked_ema  # needed only here
+    from extras import tracked_ema  # imported only for train.ema_lengths
 
     return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
-    """Build an `extras.alignment.Alignment` for alignment=repa. Returns None for alignment=none."""
+    """Build an `extras.alignment.Alignment` for alignment=repa, or return None for alignment=none."""
     if cfg.alignment.name == "none":
         return None
-    from extras import alignment  # needed only here; timm is slow to import
+    from extras import alignment  # imported only for alignment=repa, because timm is slow to import
 
     return alignment.build(cfg, dataset, accelerator)
 
 
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
-    """Open the latents of eval.validation. They are scaled like the training latents.
+    """Open the validation latents in eval.validation, which are normalized like the training latents.
 
-    Raises UserError if they do not fit the training latents, or if eval.every=0.
+    Raise UserError if the validation latents do not match the training latents, or if eval.every is 0.
     """
     if not cfg.eval.validation:
         return None
@@ -122,15 +122,15 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
 def build_hooks(
     cfg: schema.TrainConfig, ema: EMA, run: RunFolder, dataset: LatentDataset, accelerator: Accelerator
 ) -> list[Hook]:
-    """Build the hooks. Grids, evaluations and validation use the EMA network.
+    """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network.
 
-    Raises UserError if guidance, reference, detector, autoencoder or validation latents cannot be used.
+    Raise UserError if the guidance, reference, detector, autoencoder or validation latents cannot be used.
     """
     validation = open_validation(cfg, dataset)
     checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
     found += ema.hooks(run, cfg.train.ema_snapshot_every)
-    # Check the settings before any slow work.
+    # Check the sampling and evaluation settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
     if is_evaluated:
@@ -156,11 +156,11 @@ def build_hooks(
 
 
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Compare the verified checkpoint that init_from names with the run that starts from it.
+    """Check that a run can start from the verified checkpoint that init_from names.
 
-    Routes may differ, but the weights at their ends must match. With init_state=weights, the number of classes may differ, too:
-    the run then starts with a new label table. Raises UserError with the keys that differ. With init_state=all, it also raises
-    UserError if no steps remain, and for imported weights, which have no optimizer.
+    The routes may differ, but `schema.NETWORKS` must map both models to the same module. With init_state=weights, the number of
+    classes may also differ, and the run then starts with a new label table. Raise UserError if other architecture keys differ.
+    With init_state=all, also raise UserError if no steps remain or if the weights were imported without an optimizer.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
@@ -171,7 +171,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
         changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
     if cfg.init_state == "weights":
         changed = [line for line in changed if not line.startswith("data.num_classes")]
-    else:  # the projector's optimizer and tracked averages continue
+    else:  # the run also continues the projector's optimizer state and the tracked averages
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
     if changed:
@@ -179,9 +179,9 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 
 
 def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Compare a verified checkpoint with the run that resumes it, and log changed settings that may change.
+    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes.
 
-    Raises UserError with the keys that differ if the checkpoint belongs to another run.
+    Raise UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
     """
     stored = load_config(checkpoint)
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):

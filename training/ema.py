@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights."""
+"""Exponential moving average (EMA) of the network's weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from checkpoints.run import RunFolder
 
 
 class EMA:
-    """A float32 copy of the network, in evaluation mode, whose weights are averages of the trained weights.
+    """A float32 copy of the network in evaluation mode, whose weights are averages of the trained weights.
 
-    After step s (counted from 0): ema += (1 - d) * (weights - ema), d = min(decay, (1 + s) / (10 + s)). The warm-up lets
-    short runs forget their random start; with decay 0.9999 it is over after 90,000 steps.
+    After step s, counted from 0, the update is ema += (1 - d) * (weights - ema) with d = min(decay, (1 + s) / (10 + s)). This
+    warm-up helps short runs forget their random initial weights. With a decay of 0.9999, the warm-up takes about 90,000 steps.
 
     Attributes:
-        net: the copy.
-        averages: its parameters by name.
-        num_updates_before: the number of updates in the run that gave the initial weights. s counts them, too.
+        net: The float32 copy of the network.
+        averages: Parameters of `net` by name.
+        num_updates_before: Number of EMA updates in the run that provided the initial weights. The step s includes these updates.
     """
 
     def __init__(self, net: nn.Module, decay: float):
@@ -27,30 +27,30 @@ class EMA:
         self.num_updates_before = 0
         self.net = copy.deepcopy(net).float().eval().requires_grad_(False)
         self.averages = dict(self.net.named_parameters())
-        # Parameters that are not trained (the positions) are equal in both.
+        # Untrained parameters (the position embeddings) have the same values in both networks.
         self._trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the averages after step `step`, counted from 0. Call it once per step, in order; it does not check this.
+        """Update the averages after training step `step`, counted from 0. Call this method once per step, in order.
 
-        Buffers (the statistics of a BatchNorm) are not averaged.
+        Buffers, such as BatchNorm statistics, are not averaged.
         """
         num_updates = self.num_updates_before + step
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
 
     def hooks(self, run: RunFolder, every: int) -> list:
-        """Return hooks that store extra EMA data between checkpoints, every `every` steps."""
+        """Return hooks that save additional EMA data every `every` steps."""
         return []
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors to save in a checkpoint, by file name."""
+        """Return the tensors that a checkpoint stores, as a mapping from file name to named tensors."""
         return {"ema": self.averages}
 
     @torch.no_grad()
     def load(self, stored: dict[str, dict[str, Tensor]]) -> None:
-        """Load the states of a checkpoint. Averages that the checkpoint lacks keep their values."""
+        """Load the averages from a checkpoint. Averages that the checkpoint does not contain remain unchanged."""
         for file, averages in stored.items():
             for name, own in self.states()[file].items():
                 if name in averages:

@@ -1,4 +1,4 @@
-"""Hooks that write metrics, sample grids and evaluations between steps."""
+"""Hooks that write metrics, sample grids and evaluation results between training steps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Metrics(Hook):
-    """Writes a line to metrics.jsonl and to Weights & Biases."""
+    """A hook that logs training metrics to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
     every: int
-    check: Callable[[], None]  # raises the error of a checkpoint soon after it could not be written
+    check: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
 
     def __call__(self, trainer: Trainer) -> None:
         self.check()
@@ -45,7 +45,7 @@ class Metrics(Hook):
 
 
 def track(accelerator: Accelerator, record: dict) -> None:
-    """Log a record to Weights & Biases. Values by noise level become `name/0` to `name/9`."""
+    """Log a record to Weights & Biases. Split a list with one value per noise level into `name/0` to `name/9`."""
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
     by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
     accelerator.log({key: value for key, value in (record | by_level).items() if key not in lists and value is not None})
@@ -53,9 +53,9 @@ def track(accelerator: Accelerator, record: dict) -> None:
 
 @dataclass
 class Grids(Hook):
-    """Writes sample grids of the EMA network to samples/step_N.png. Image i has seed i and class i mod num_classes.
+    """A hook that saves EMA network samples as grids in samples/step_N.png. Image i has seed i and class i mod num_classes.
 
-    The main process samples the images while the others wait.
+    The main process samples the images while the other processes wait.
     """
 
     run: RunFolder
@@ -71,7 +71,7 @@ class Grids(Hook):
         labels = [seed % self.sampler.data.num_classes for seed in seeds]
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
-        images = []  # on the main process
+        images = []  # filled only on the main process
 
         def sample(start: int) -> None:
             images.extend(self.sampler(seeds[start : start + size], labels[start : start + size]))
@@ -89,10 +89,10 @@ class Grids(Hook):
 
 @dataclass
 class Scores(Hook):
-    """Adds scores of the EMA network to metrics.jsonl, if they are missing there.
+    """A hook that scores the EMA network and appends the scores to metrics.jsonl, unless the file already contains them.
 
-    Subclasses define two methods. `identify` lists the fields that identify each line of this step. `measure` returns the other
-    fields of a line, and its values by the names to show. Every process calls it.
+    Subclasses define two methods. `identify` returns the identifying fields for each metrics line of the current step. `measure`
+    returns the remaining fields of a line, and a mapping from display names to scores. Every process calls `measure`.
     """
 
     run: RunFolder
@@ -113,17 +113,17 @@ class Scores(Hook):
 
 @dataclass
 class Evaluations(Scores):
-    """Evaluates samples and writes a line for each guidance scale.
+    """A hook that evaluates samples and writes one metrics line for each guidance scale.
 
     Attributes:
-        samplers: by guidance scale.
+        samplers: Mapping from guidance scale to image sampler.
     """
 
     evaluator: Evaluator
     samplers: Mapping[float, ImageSampler]
 
     def identify(self, trainer: Trainer) -> list[dict]:
-        """List a line per guidance scale. `settings` holds the keys that affect metrics, named as in the results of fid.py."""
+        """Return identifying fields for each guidance scale. `settings` contains keys that affect metrics, as in `fid.py`."""
         cfg, step = trainer.cfg, trainer.step
         diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
         settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}

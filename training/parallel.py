@@ -1,4 +1,4 @@
-"""Training in several processes with DDP: every process holds a copy of the weights and trains on a part of each batch."""
+"""Set up training with DDP. Each process has a complete copy of the weights and trains on a part of each global batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runtime.compilation import checkpoint_activations, compile_network, resolve
 
 
 def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
-    """Compare train.* with the processes and accelerate's distributed_type.
+    """Check that the trainer supports the number of processes and accelerate's distributed_type.
 
-    Raises UserError if the global batch cannot be divided, or if accelerate would shard the model.
+    Raise UserError if the global batch cannot be divided into equal micro-batches, or if accelerate would shard the model.
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
@@ -31,22 +31,22 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:
-    """Move the modules to the device, compile and checkpoint the network's blocks, and wrap the modules in DDP.
+    """Move the modules to the device, set up block compilation and activation checkpointing, and wrap the modules in DDP.
 
     Args:
-        modules: the network and, with alignment, its projector. Their weights are equal on every process.
-        ema_net: is moved to the device.
+        modules: The network and, with alignment, the projector. The weights must be equal on all processes.
+        ema_net: The EMA network, which is only moved to the device.
     """
     net, device = modules[0], accelerator.device
     for module in (*modules, ema_net):
         module.to(device)
-    # torch.compile reads this budget at the first step. It holds for the whole process, so each run of a sweep sets it.
+    # torch.compile reads the memory budget at the first step. The budget is global, so each run in a sweep must set it again.
     torch._functorch.config.activation_memory_budget = train.activation_memory_budget
     compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)
-    # One bucket per block (91 MiB for DiT-XL/2), never below DDP's default. DDP reduces a bucket as soon as it is full. Only the
-    # last one cannot overlap with the backward. A bucket ends with the gradient that fills it, so the size is rounded down.
-    # Gradients are views of the buckets, which saves a copy.
+    # Use one gradient bucket per block (91 MiB for DiT-XL/2), but at least DDP's default of 25 MiB. DDP reduces each full bucket
+    # during the backward pass, except the last bucket. DDP adds gradients until a bucket reaches the size limit, so the limit is
+    # rounded down. Storing gradients as views of the buckets avoids a copy.
     bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
     accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
     return [accelerator.prepare(module) for module in modules]

@@ -1,4 +1,4 @@
-"""Write a trainer's checkpoints in the background while it trains, and load them."""
+"""Save checkpoints in a background thread during training, and load checkpoints into a trainer."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
 class Saving(Hook):
-    """Writes checkpoints on the main process while training continues. A save waits until the previous one is written.
+    """A hook that writes checkpoints on the main process while training continues. Each save waits for the previous save.
 
-    Raises, on every process:
-        UserError: the loss or the weights are not finite; a checkpoint could not be written.
+    Raises:
+        UserError: On every process, if the run has diverged, the weights are not finite, or a checkpoint could not be written.
     """
 
     def __init__(self, run: RunFolder, every: int, keep_last: int, keep_every: int):
         self.run, self.every, self.keep = run, every, (keep_last, keep_every)
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future | None = None  # on the main process
+        self._writing: Future | None = None  # set only on the main process
 
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        trainer.reduce_losses()  # all processes now hold the sums that the checkpoint stores
+        trainer.reduce_losses()  # the checkpoint stores loss sums that are averaged over all processes
         norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters if p.requires_grad])
         if not norm.isfinite():
             raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
@@ -64,10 +64,10 @@ class Saving(Hook):
         self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
-        """Raise on every process if a checkpoint could not be written. Every process must call this.
+        """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.
 
         Args:
-            wait: wait for the write in progress; otherwise a later call raises its error.
+            wait: Whether to wait for the write in progress. If False, a later call raises the error of an unfinished write.
         """
 
         def result() -> None:
@@ -82,25 +82,25 @@ class Saving(Hook):
         self.check(wait=True)
 
     def close(self) -> None:
-        """Wait for the write in progress: an error elsewhere must not leave a part of a checkpoint."""
+        """Wait for the write in progress, because an error elsewhere must not interrupt the checkpoint."""
         self._thread.shutdown()
 
 
 def copy_to_host(state: Any) -> Any:
-    """Copy a state dict to host memory. Copies from CUDA may still be running on return, so synchronize before reading."""
+    """Copy a state dict to host memory. Copies from CUDA are asynchronous, so synchronize before reading."""
     if isinstance(state, dict):
         return {key: copy_to_host(value) for key, value in state.items()}
     if isinstance(state, list):
         return [copy_to_host(value) for value in state]
     if not isinstance(state, Tensor):
         return state
-    # Copies to pinned memory are several times faster. torch caches such memory, so the next checkpoint uses it again.
+    # Copies to pinned memory are several times faster. torch caches pinned memory, so the next checkpoint reuses the memory.
     copy = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
     return copy.copy_(state, non_blocking=True)
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
-    """Resume a run from a verified checkpoint. Raises UserError if the latents, labels or encoder weights differ."""
+    """Resume a run from a verified checkpoint. Raise UserError if the latents, labels or encoder weights differ."""
     checkpoint = store.load(folder)
     if checkpoint.state.get("data") != trainer.dataset.identity:
         raise UserError(
@@ -115,24 +115,24 @@ def resume(trainer: Trainer, folder: Path) -> None:
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
-    """Load weights and EMA of another run's verified checkpoint; with init_state=all, also load its optimizer and step."""
+    """Load another run's weights and EMA from a verified checkpoint. With init_state=all, also load the optimizer and step."""
     _copy_values(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
 def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
-    """Copy a checkpoint into a trainer. Its tensors are mapped from files, so host memory holds none of them for long."""
+    """Copy a checkpoint into a trainer. The checkpoint is memory-mapped, so its tensors occupy host memory only briefly."""
     own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
     num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
-    if not with_optimizer and num_classes != stored_num_classes:  # `training.build.check_initial` allows it
+    if not with_optimizer and num_classes != stored_num_classes:  # `check_initial` allows different class counts
         words = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(words, folder, stored_num_classes, num_classes)
         for tensors in (own, averages, checkpoint.model, checkpoint.ema):
             del tensors[LABEL_TABLE]
     store.check_tensors(folder / store.WEIGHTS["raw"], checkpoint.model, own)
     store.check_tensors(folder / store.WEIGHTS["ema"], checkpoint.ema, averages)
-    if with_optimizer and trainer.alignment is not None:  # init_state=weights starts with a new projector
+    if with_optimizer and trainer.alignment is not None:  # a run with init_state=weights trains a new projector
         if checkpoint.state["encoder"] != trainer.alignment.encoder:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.weights")
         projector = trainer.alignment.projector.state_dict()
@@ -152,5 +152,5 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
         trainer.ema.load({"tracked_ema": checkpoint.tracked_ema})
     moments = checkpoint.optimizer["state"].items()
     state = {i: {key: value.to(trainer.device, copy=True) for key, value in values.items()} for i, values in moments}
-    # Keep this start's learning rate, betas and weight decay: a resume may change them.
+    # Use the current configuration's learning rate, betas and weight decay, because the user may change them on a resume.
     trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})

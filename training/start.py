@@ -1,4 +1,4 @@
-"""Write and log what identifies a start of a run."""
+"""Record and log the settings with which a run starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def record(trainer: Trainer, run: RunFolder) -> None:
-    """Write config.yaml and a line of starts.jsonl, drop metrics of steps that will be repeated, log the settings, open wandb."""
+    """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, log the settings and start wandb."""
     cfg, accelerator = trainer.cfg, trainer.accelerator
     if not accelerator.is_main_process:
         return
     run.keep_until(trainer.step)
-    if trainer.step < cfg.train.num_steps:  # otherwise the run is complete, and its configuration stays
+    if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())
         append_line(run.starts, describe_start(accelerator, trainer.step))
     describe(trainer, run)
@@ -32,7 +32,7 @@ def record(trainer: Trainer, run: RunFolder) -> None:
 
 
 def describe(trainer: Trainer, run: RunFolder) -> None:
-    """Log the run's settings."""
+    """Log the main settings of a run and the disk space that its checkpoints need."""
     cfg, net, data, train, device = trainer.cfg, trainer.net, trainer.dataset, trainer.cfg.train, trainer.device
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     skipped = f"of {net.num_tokens} tokens ({cfg.model.selection}) skip blocks"
@@ -57,6 +57,6 @@ def describe(trainer: Trainer, run: RunFolder) -> None:
 def start_wandb(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
     settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
     accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-    # Use our step as the axis: wandb's own ignores rows of earlier steps, which a resume after a crash writes.
+    # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats when it resumes after a crash.
     for tracker in accelerator.trackers:
         tracker.tracker.define_metric("*", step_metric="step")

@@ -1,4 +1,4 @@
-"""After a signal, or when the launcher ends, training saves a checkpoint and stops; a second signal ends it at once."""
+"""Save a checkpoint and stop training after a signal or when the launcher exits. A second signal ends the run immediately."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from runtime.machine import LAUNCHERS
 
 log = logging.getLogger(__name__)
 
-# Slurm and submitit send USR1 and USR2 as warnings, a closing terminal sends HUP. Windows has none of them.
+# Slurm and submitit send SIGUSR1 and SIGUSR2 as warnings, and a closing terminal sends SIGHUP. Windows lacks these three signals.
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
-# A second one of these ends the run at once. The others are warnings, which a SIGTERM may follow while the run still saves.
+# A second urgent signal ends the run immediately. A first SIGTERM after a warning signal does not interrupt the checkpoint.
 URGENT = (signal.SIGTERM, signal.SIGINT)
-# Terminal and launcher both forward a Ctrl-C: signals this close together are one request.
+# The terminal and the launcher both forward Ctrl-C, so signals within this interval count as one request.
 SAME_REQUEST_SEC = 1.0
-PATIENCE = timedelta(minutes=30)  # how long a process waits for the slowest one
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PARENT = os.getppid()  # read at the import: the launcher may end before training starts
+PATIENCE = timedelta(minutes=30)  # maximum time to wait for the slowest process
+PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
+_PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
 
 class StopSignal:
-    """Tells whether the run was asked to stop, with the same answer on every process.
+    """A signal handler that tells every process consistently whether to stop training.
 
-    The processes agree by an all-reduce on the CPU, which starts in one step and is read in the next. No process waits for an
-    accelerator, and all stop after the same step.
+    The processes agree through a CPU all-reduce that starts in one step and finishes in the next. No process waits for its
+    accelerator, and all processes stop after the same step.
 
-    Python calls the handler between two bytecodes of the main thread: on a CPU, signals within one long backward count as one.
-    On Linux, the system sends SIGTERM when the launcher that started this process ends.
+    Python runs the handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
+    one signal. On Linux, the kernel sends SIGTERM to a process when the launcher that started the process exits.
     """
 
     def __init__(self):
-        self.signum: int | None = None  # the first signal
+        self.signum: int | None = None  # the first signal that this process received
         self._first_urgent_sec: float | None = None
         self._group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        # Do not change warning signals that are already handled or ignored: nohup ignores SIGHUP.
+        # Do not replace the handlers of warning signals that are already handled or ignored. For example, nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
@@ -66,7 +66,7 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def requested(self) -> bool:
-        """Return whether to stop after this step. Every process must call it once per step. It may answer one step late."""
+        """Return whether to stop after this step, possibly one step late. Every process must call this method once per step."""
         here = self.signum is not None
         if self._group is None:
             return here
@@ -76,14 +76,14 @@ class StopSignal:
         return answer
 
     def requested_now(self) -> bool:
-        """Like `requested`, but waits for all processes instead of answering a step late. For slow batches of samples."""
+        """Wait for all processes and return the answer without the delay of `requested`. Hooks call it before each batch."""
         return self.requested() or self.finish()
 
     def finish(self) -> bool:
-        """Wait for the previous step's all-reduce and return its answer. Every process must call it after the last step.
+        """Wait for the previous step's all-reduce and return the result. Every process must call `finish` after the last step.
 
         Raises:
-            UserError: a process did not call `requested` within PATIENCE, or has ended.
+            UserError: If another process exited or did not call `requested` within PATIENCE.
         """
         if self._pending is None:
             return False
@@ -97,6 +97,6 @@ class StopSignal:
         return bool(flag.item())
 
     def close(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous signal handlers."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)

@@ -1,4 +1,4 @@
-"""The trainer: a training step and the loop around it. Metrics, checkpoints, grids and evaluations are hooks."""
+"""The trainer and its training loop. Hooks write metrics and checkpoints, sample images and evaluate the network."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from training.ema import EMA
 from training.parallel import prepare
 from training.stop import StopSignal
 
-# Losses by noise level: the noise levels of training are divided into this many parts of equal probability.
+# Number of noise level bins for which losses are reported. Each bin is equally likely in training.
 NUM_LEVELS = 10
-# A run whose mean loss exceeds it has diverged. A network that predicts zero has a loss of (std / sigma_data)^2 or less: at most
-# 16 for latents of a usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
+# A run has diverged if its mean loss exceeds this limit. A network that predicts zero has a loss of at most (std / sigma_data)^2,
+# which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
 MAX_LOSS = 1e6
 
 
 class Hook:
-    """An action between steps: called every `every` steps (0: never), after the last step, and at a start from such a step.
+    """A callback that the trainer calls every `every` steps and after the last step, or never if `every` is 0.
 
-    A hook reads the trainer and does not change what it trains. After an Interrupted, the next start calls it again.
+    The trainer also calls hooks that are due when a run starts, because a signal may have interrupted the hooks. Hooks can read
+    the trainer's state, but must not change the weights or the optimizer.
     """
 
     every: int
@@ -42,31 +43,31 @@ class Hook:
         raise NotImplementedError
 
     def finish(self, trainer: Trainer) -> None:
-        """Runs after the last step, or after a signal."""
+        """The trainer calls this method after the last step or after a signal stops training."""
 
     def close(self) -> None:
-        """Runs at the end, also after an error."""
+        """The trainer calls this method when training ends, even after an error."""
 
 
 class Trainer:
-    """One training run.
+    """The trainer for a single run.
 
     Args:
-        cfg: the configuration, with data.* filled in.
-        net: the plain network, whose weights a checkpoint holds.
-        ema: the EMA of `net`, before its first update.
-        alignment: an `extras.alignment.Alignment`, or None.
-        hooks: are called in this order.
+        cfg: The configuration that `training.build.open_data` returns.
+        net: The network without wrappers. Checkpoints store its weights.
+        ema: The EMA of `net` before its first update.
+        alignment: An `extras.alignment.Alignment`, or None.
+        hooks: Hooks in the order in which the trainer calls them.
 
     Attributes:
-        modules: the modules that are trained: `net`, and with alignment its projector. `models` are the same modules, wrapped
-            by accelerate. `parameters` are all their parameters, trained or not.
-        step: the number of optimizer steps done. `first_step` is its value at this start, `measured_step` at the last `measure`.
-        parts: the rows of the global batch in each of this process's micro-batches.
-        loss_sums: the diffusion loss and the alignment loss, summed since `measured_step`. `level_sums` are the sums of the
-            diffusion loss by noise level (`sums_by_level`). Both stay on the device, so that no step waits for it.
-        stop: during training, tells whether the run was asked to stop.
-        stopped_by: the signal that stopped this process; None: no signal.
+        modules: The trained modules, which are `net` and, with alignment, the projector. `models` contains the same modules after
+            accelerate has wrapped them. `parameters` contains all trained and untrained parameters of the modules.
+        step: Number of completed optimizer steps. Training starts at `first_step`. The last metrics line is for `measured_step`.
+        parts: Row slices of the global batch, one for each micro-batch of this process.
+        loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `level_sums` contains the diffusion
+            loss sums by noise level (`sums_by_level`). The sums stay on the device, so no training step waits for the device.
+        stop: The `StopSignal` during training, and None otherwise.
+        stopped_by: Number of the first signal that this process received during training, or None.
     """
 
     def __init__(
@@ -106,22 +107,22 @@ class Trainer:
         self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
-        """Yield this process's share of each global batch, from self.step to the end of the run, for `train_step`."""
+        """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
         train, data = self.cfg.train, self.dataset
         order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.parts, data.has_flips)
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        return zip(*[micro_batches] * len(self.parts))  # one tuple per step
+        return zip(*[micro_batches] * len(self.parts))  # one tuple of micro-batches per step
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
-        """Run forward, backward, optimizer and EMA for one global batch, without waiting for the device.
+        """Run the forward pass, backward pass, optimizer and EMA for one global batch without waiting for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each of self.parts; with alignment also images.
+            micro_batches: (stored latents, labels) for each slice in `self.parts`. With alignment, each tuple also has images.
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
-            is_last = m == len(self.parts) - 1  # after it, DDP averages the gradients over processes
+            is_last = m == len(self.parts) - 1  # DDP averages the gradients over processes in the last backward
             with contextlib.ExitStack() as stack:
                 for model in () if is_last else self.models:
                     stack.enter_context(self.accelerator.no_sync(model))
@@ -141,13 +142,13 @@ class Trainer:
         self.step += 1
 
     def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Compute the losses of a micro-batch, and the diffusion losses by noise level (`sums_by_level`).
+        """Return the losses of a micro-batch and its diffusion loss sums by noise level (`sums_by_level`).
 
-        The first loss is the diffusion loss. With alignment, the second is its loss, and training minimises their sum.
-        Every random number depends on (seed, step, row of the global batch) alone.
+        The first loss is the diffusion loss. With alignment, the second loss is the alignment loss, and the trainer minimises
+        the sum of both losses. All random numbers depend only on (seed, step, row of the global batch).
 
         Args:
-            shown: the images for the encoder of the alignment (`Alignment.fetch`), or None.
+            shown: Images for the alignment encoder (see `Alignment.fetch`), or None.
         """
 
         def random(stream: str) -> StepRandom:
@@ -164,15 +165,15 @@ class Trainer:
         return [losses.mean(), self.alignment.loss(self.models[1], net, shown.to(self.device, non_blocking=True))], level_sums
 
     def train(self) -> bool:
-        """Train from self.step to the end of the run, or until a signal; call the hooks when they are due.
+        """Train from self.step to the end of the run or until a signal arrives, and call the hooks when they are due.
 
-        A signal takes effect after the current step or batch of samples. Then `Hook.finish` saves the last step.
+        A signal stops training after the current step or sample batch. `Hook.finish` then saves a checkpoint.
 
         Returns:
-            Whether the run is complete.
+            True if the run is complete, or False if a signal stopped the run.
 
         Raises:
-            UserError: from a hook, or because the run has diverged.
+            UserError: If the run has diverged, a hook fails or another process has ended.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
@@ -182,7 +183,7 @@ class Trainer:
             for hook in self.hooks:
                 stack.callback(hook.close)
             try:
-                self._call_hooks()  # hooks that an interruption cut short
+                self._call_hooks()  # a signal may have interrupted hooks at this step
                 while self.step < num_steps:
                     self.train_step(next(batches))
                     self.bar.update()
@@ -197,7 +198,7 @@ class Trainer:
                 hook.finish(self)
             self.stop.finish()
             self.stopped_by = self.stop.signum
-        self.stop = None  # free its process group here, and not in whichever thread collects garbage
+        self.stop = None  # free the process group here, because garbage collection may run in another thread
         return is_complete
 
     def _call_hooks(self) -> None:
@@ -211,9 +212,9 @@ class Trainer:
                     hook(self)
 
     def measure(self) -> dict[str, Any]:
-        """Return a line of metrics: losses and speed since the last line. Every process must call it between steps.
+        """Return a metrics record with the losses and speed since the last record.
 
-        Raises UserError as `reduce_losses` does.
+        Every process must call this method between steps. Raise UserError if the run has diverged.
         """
         losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
         steps_per_sec = (self.step - max(self.measured_step, self.first_step)) / max(self.clock.seconds, 1e-9)
@@ -234,14 +235,13 @@ class Trainer:
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.loss_sums, self.level_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.level_sums)
         self.measured_step, self.clock.seconds = self.step, 0.0
-        # The bar shows this when it is drawn next.
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
     def reduce_losses(self) -> list[float]:
-        """Average the losses since the last line over all processes. Afterwards, all processes hold the same sums.
+        """Average the losses since the last metrics record over all processes. All processes then have the same loss sums.
 
-        Every process must call it. Raises UserError if the run has diverged.
+        Every process must call this method. Raise UserError if the run has diverged.
         """
         self.loss_sums, self.level_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.level_sums))
         losses = (self.loss_sums / max(self.step - self.measured_step, 1)).tolist()
@@ -254,19 +254,19 @@ class Trainer:
 
 
 def sums_by_level(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """Sum and count losses [B] by noise level. Returns [2, NUM_LEVELS]. quantiles: [B], see SampleRandom."""
+    """Sum and count losses [B] for each noise level. Return a [2, NUM_LEVELS] tensor. `quantiles` is [B] (see `SampleRandom`)."""
     level = (quantiles * NUM_LEVELS).long().clamp(max=NUM_LEVELS - 1)
     is_in_level = torch.arange(NUM_LEVELS, device=losses.device)[:, None] == level  # [NUM_LEVELS, B]
     return torch.stack([torch.where(is_in_level, losses, 0).sum(dim=1), is_in_level.sum(dim=1)])
 
 
 def means_by_level(level_sums: Tensor) -> list[float | None]:
-    """Return the mean loss of each noise level from `sums_by_level`; None for a level without samples."""
+    """Return the mean loss for each noise level, given the result of `sums_by_level`. Levels without samples get None."""
     return [total / count if count else None for total, count in zip(*level_sums.tolist())]
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Return the learning rate of step `step`, counted from 0. It depends only on the step, so resumes continue the schedule."""
+    """Return the learning rate for step `step`, counted from 0. The schedule has no state, so a resumed run continues it."""
     warmup = train.warmup_steps
     if step < warmup:
         return train.lr * (step + 1) / warmup
@@ -276,7 +276,7 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 class Clock:
-    """Adds up the seconds of training, without pauses."""
+    """A stopwatch that measures the training time in seconds and excludes pauses."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds, self._start_sec = device, 0.0, time.perf_counter()
@@ -284,7 +284,7 @@ class Clock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the steps so far count as training
+            torch.cuda.synchronize(self.device)  # include the queued steps in the training time
         self.seconds += time.perf_counter() - self._start_sec
         yield
         self._start_sec = time.perf_counter()

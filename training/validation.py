@@ -1,4 +1,4 @@
-"""The validation loss: the loss of the EMA network without routes, on held-out latents."""
+"""Measure the validation loss, which is the loss of the EMA network without routes on held-out latents."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from training.trainer import NUM_LEVELS, Trainer, means_by_level, sums_by_level
 
 @dataclass
 class Validation(Scores):
-    """Measures the validation loss at each evaluation: its mean, and means by noise level.
+    """A hook that measures the mean validation loss and the mean loss for each noise level.
 
-    Item i always has the same noise level (a quantile of the levels of training) and the same noise. So the loss does not
-    depend on seed, step, batch size or number of processes.
+    Item i always has the same noise and the same noise level, which is a fixed quantile of the noise levels in training.
+    Therefore, the noise does not depend on the seed, the step, the batch size or the number of processes.
     """
 
     dataset: LatentDataset
@@ -37,9 +37,9 @@ class Validation(Scores):
 
     @torch.no_grad()
     def level_sums(self, trainer: Trainer) -> Tensor:
-        """Sum and count the losses of this process's share of the items: [2, NUM_LEVELS]."""
+        """Sum and count this process's validation losses for each noise level. Return a [2, NUM_LEVELS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
-        # All batches have the same size, because each new size recompiles. The last batches repeat items, which do not count.
+        # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.
         size, num_processes = cfg.eval.batch_size, accelerator.num_processes
         num_batches = -(-len(data) // (num_processes * size))
         numbers = np.arange(num_batches * num_processes * size).reshape(num_batches, num_processes, size)

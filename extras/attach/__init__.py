@@ -1,6 +1,6 @@
-"""Token routing (TREAD, arXiv 2501.04765) for networks of other libraries: `attach(network, routes)`.
+"""Token routing (TREAD, arXiv 2501.04765) for networks from other libraries, with `attach(network, routes)`.
 
-Nothing here imports diffusers or peft: `attach` recognises networks by the names of their classes.
+This package does not import diffusers or peft, because `attach` recognises networks by their class names.
 """
 
 from extras.attach.adapters import Adapter, BlockList, ImageTokens, TokenAxis

@@ -1,8 +1,8 @@
-"""Descriptions of networks for `attach`: their lists of blocks, and the block arguments with a token axis.
+"""Adapters that tell `attach` where a network's blocks are and which block arguments have a token axis.
 
-Nothing here imports a network: `find_adapter` compares the names of classes and their packages.
+This module does not import any network, because `find_adapter` compares class and package names.
 
-Shapes: B batch, N image tokens, L tokens of a joint sequence of text and image, D width.
+Shapes: B = batch size, N = image tokens, L = tokens in a joint text and image sequence, D = width.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# The tokens of a sequence: image tokens only, or text and image tokens in this order. Text is never routed.
+# Token order in a sequence of image tokens, or of text and image tokens. Text tokens are never routed.
 Layout = Literal["image", "text_image", "image_text"]
 
 
 @dataclass(frozen=True)
 class TokenAxis:
-    """An argument of a block, besides the tokens themselves, that has one entry per token: positions, a mask."""
+    """A block argument other than the tokens that has one entry per token, such as positions or a mask."""
 
-    argument: str  # its name in the block's forward
-    dim: int  # the token axis. At 0 there is no batch axis: one table serves the whole batch.
+    argument: str  # name of the argument in the block's `forward`
+    dim: int  # index of the token axis. If it is 0, there is no batch axis, and all samples share one table.
     layout: Layout = "image"
-    ndim: int | None = None  # if set, only tensors with this many axes have an entry per token
-    items: tuple[int | str, ...] | None = None  # the entries of a tuple or dict that have the token axis (None: all of a tuple)
-    mask: bool = False  # an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L): its last two axes are token axes
+    ndim: int | None = None  # if set, only tensors with this number of axes have a token axis
+    items: tuple[int | str, ...] | None = None  # items of a tuple or dict with a token axis. None selects all items of a tuple.
+    mask: bool = False  # whether this is an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), with two token axes
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """One list of blocks of a network."""
+    """A list of blocks in a network."""
 
-    attribute: str  # the list's name in the network
-    argument: str = "hidden_states"  # the name of the tokens in the block's forward
-    output: int | None = None  # index of the tokens in the returned tuple. None: the block returns the tokens alone.
+    attribute: str  # name of the list in the network
+    argument: str = "hidden_states"  # name of the token argument in the block's `forward`
+    output: int | None = None  # index of the tokens in the returned tuple. With None, the block returns only the tokens.
     layout: Layout = "image"
-    axes: tuple[TokenAxis, ...] = ()  # the other arguments with a token axis
+    axes: tuple[TokenAxis, ...] = ()  # other block arguments with a token axis
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The image tokens of one forward pass."""
+    """Batch size, number and device of the image tokens in one forward pass."""
 
     batch: int  # B
     num_tokens: int  # N
@@ -52,22 +52,22 @@ class ImageTokens:
 
 
 def count_embedded(arguments: Mapping[str, Any], output: Tensor) -> ImageTokens:
-    """Count tokens in the output of an embedding layer: (B, N, D), or (B, D, ...) with the grid at the end."""
+    """Count the image tokens in an embedding layer's output, which is (B, N, D) or (B, D, ...) followed by the grid axes."""
     return ImageTokens(len(output), output.shape[1] if output.ndim == 3 else prod(output.shape[2:]), output.device)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The description of one kind of network."""
+    """Describes one network class for `attach`."""
 
-    # The output of this submodule gives the number of image tokens. It runs once per forward pass, before the blocks.
-    tokens_from: str  # "": the network itself, before it runs
-    blocks: tuple[BlockList, ...]  # in the order in which they run. Layer indices of routes count through all lists.
-    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # (the submodule's arguments, output) -> count
+    # Submodule whose output gives the number of image tokens. The submodule runs once per forward pass, before the blocks.
+    tokens_from: str  # name of the submodule. An empty name selects the network itself, before it runs.
+    blocks: tuple[BlockList, ...]  # in execution order. The layer indices of routes count blocks across all lists.
+    count_tokens: Callable[[Mapping[str, Any], Any], ImageTokens] = count_embedded  # gets the submodule's arguments and output
 
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
-    """Count tokens in the call: x is a list of images (C, F, H, W). The padding of the image to 32 tokens is never routed."""
+    """Count the image tokens from x, a list of images (C, F, H, W). Padding tokens (to a multiple of 32) are never routed."""
     images, p, f = arguments["x"], arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     _, frames, height, width = images[0].shape
     if any(image.shape != images[0].shape for image in images):
@@ -76,9 +76,9 @@ def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
 
 
 FLUX_AXES = (
-    # (cos, sin), each (L, D_head): one table for text and image, for the whole batch.
+    # (cos, sin), each (L, D_head). All samples share one table, which covers text and image tokens.
     TokenAxis("image_rotary_emb", dim=0, layout="text_image"),
-    # It may hold a mask for padded text. The blocks have no other argument for a mask.
+    # `joint_attention_kwargs` may contain a mask for padded text. The blocks have no other mask argument.
     TokenAxis("joint_attention_kwargs", dim=-1, layout="text_image", items=("attention_mask",), mask=True),
 )
 FLUX_DOUBLE = BlockList("transformer_blocks", output=1, axes=FLUX_AXES)
@@ -87,11 +87,11 @@ FLUX2_SINGLE = BlockList("single_transformer_blocks", layout="text_image", axes=
 PIXART = BlockList("transformer_blocks", axes=(TokenAxis("attention_mask", dim=2, ndim=3),))  # (B, 1, N)
 WAN_AXES = (
     TokenAxis("rotary_emb", dim=1),  # (cos, sin), each (1, N, 1, D_head)
-    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) for timesteps per token
+    TokenAxis("temb", dim=1, ndim=4),  # (B, N, 6, D) with per-token timesteps
 )
 QWEN_AXES = (
-    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image (N, D_head/2), text), complex
-    TokenAxis("modulate_index", dim=1),  # (B, N), if reference images have a different timestep
+    TokenAxis("image_rotary_emb", dim=0, items=(0,)),  # (image table (N, D_head/2), text table), both complex
+    TokenAxis("modulate_index", dim=1),  # (B, N), used if reference images have a different timestep
 )
 Z_IMAGE_AXES = (
     TokenAxis("freqs_cis", dim=1, layout="image_text"),  # (B, L, D_head/2) complex
@@ -100,7 +100,7 @@ Z_IMAGE_AXES = (
 Z_IMAGE = BlockList("layers", "x", layout="image_text", axes=Z_IMAGE_AXES)
 LIGHTNING = BlockList("blocks", "x", axes=(TokenAxis("cos", dim=1), TokenAxis("sin", dim=1)))  # (1, N, D_head)
 
-# By package and class.
+# Adapters by package name and class name.
 ADAPTERS = {
     "dit.DiT": Adapter("x_embedder", (BlockList("blocks", "x"),)),
     "extras.LightningDiT": Adapter("x_embedder", (LIGHTNING,)),
@@ -116,7 +116,7 @@ ADAPTERS = {
 
 
 def find_adapter(network: nn.Module) -> Adapter:
-    """Find the adapter of a network's class or base class. Raises ValueError for an unknown network."""
+    """Find the adapter for a network's class or a base class. Raises ValueError if there is no such adapter."""
     for cls in type(network).__mro__:
         adapter = ADAPTERS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if adapter is not None:

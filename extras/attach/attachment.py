@@ -1,8 +1,8 @@
-"""Routing a network of another library: `attach(network, routes)` only adds forward hooks.
+"""Token routing for a network from another library. `attach(network, routes)` only registers forward hooks.
 
-`Attachment` decides which tokens stay in a forward pass. The hooks in hooks.py shorten and restore the tokens at the blocks.
+`Attachment` chooses the tokens that stay in a forward pass. Block hooks (hooks.py) remove and restore the other tokens.
 
-Shapes: B batch, N image tokens, K kept image tokens.
+Shapes: B = batch size, N = number of image tokens, K = number of kept image tokens.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from extras.attach.adapters import Adapter, find_adapter
 from extras.attach.hooks import BlockHooks, Plan, argument_names
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
 
-# Class names of wrappers, and the attribute that holds the wrapped module.
+# Maps the name of each wrapper class to the attribute that contains the wrapped module.
 WRAPPED = {
     "OptimizedModule": "_orig_mod",  # torch.compile
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "DistributedDataParallel": "module",
     "PeftModel": "base_model",
-    "BaseTuner": "model",  # of PEFT
+    "BaseTuner": "model",  # a PEFT class
 }
 
 
 class Attachment:
-    """The routes of one network, as `attach` returns them. `router.routes` holds them with absolute indices.
+    """The routes and hooks of one network, as returned by `attach`. `router.routes` lists the routes with non-negative indices.
 
-    A deep copy of the network has its own attachment, `attached(copy)`.
+    A deep copy of the network has its own attachment, which `attached(copy)` returns.
     """
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
         self.adapter, self.rule, self.generator = adapter, rule, generator
-        self.ratios_now: tuple[float, ...] | None = None  # inside `routed()`
-        self.plan: Plan | None = None  # of the current or last forward pass, None before its embedding
-        self.recomputed: Plan | None = None  # inside a block that `checkpoint()` runs
+        self.ratios_now: tuple[float, ...] | None = None  # set inside `routed()`
+        self.plan: Plan | None = None  # plan of the latest forward pass, None until the embedding runs
+        self.recomputed: Plan | None = None  # set while a block runs in `checkpoint()`
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -65,7 +65,7 @@ class Attachment:
         forget_compiled()
 
     def detach(self) -> None:
-        """Remove every hook, which restores the network. A second call does nothing."""
+        """Remove all hooks, which restores the original network. Calling `detach` again has no effect."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -73,9 +73,9 @@ class Attachment:
 
     @contextmanager
     def routed(self, selection_ratios: float | Sequence[float] | None = None) -> Iterator[None]:
-        """Inside the context, also route in evaluation mode and without gradients: for sparse guidance (arXiv 2601.01608).
+        """Context manager that also routes in evaluation mode and without gradients, for sparse guidance (arXiv 2601.01608).
 
-        `selection_ratios` replaces the routes' own ratios: one number, or one per route. 0 switches routing off.
+        `selection_ratios` overrides the ratios of all routes, with one number or one number per route. 0 disables routing.
         """
         before, self.ratios_now = self.ratios_now, self.router.selection_ratios(selection_ratios)
         try:
@@ -84,13 +84,13 @@ class Attachment:
             self.ratios_now = before
 
     def checkpoint(self, function, *args, **kwargs) -> Any:
-        """Gradient checkpointing that recomputes each block with the tokens of its forward pass.
+        """Run gradient checkpointing, and recompute each block with the same tokens as in its forward pass.
 
-        For diffusers: `network.enable_gradient_checkpointing(attachment.checkpoint)`. With other checkpoint functions, the
-        backward pass raises a RuntimeError.
-        Under torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
+        With diffusers, call `network.enable_gradient_checkpointing(attachment.checkpoint)`. Any other checkpoint function causes
+        a RuntimeError in the backward pass.
+        With torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
-        if torch.compiler.is_compiling():  # the compiler recomputes from what it kept
+        if torch.compiler.is_compiling():  # compiled code recomputes from the tensors that it saved
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         plan = self.plan
 
@@ -105,18 +105,18 @@ class Attachment:
 
     @property
     def ids_keep(self) -> tuple[Tensor | None, ...]:
-        """Return the image tokens that stayed in the last forward pass, (B, K) per route. None for a route that was off."""
+        """Return the kept image positions of the last forward pass, (B, K) per route. The entry of an inactive route is None."""
         ids_keep = self.plan.ids_keep if self.plan else {}
         return tuple(ids_keep.get(i) for i in range(len(self.router.routes)))
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
-        """Hook of the network: forget the last plan, so that blocks raise an error if the embedding makes no new plan."""
+        """Network pre-hook: reset the plan, so that blocks raise an error if the embedding hook does not create a new plan."""
         self.plan = None
 
     def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
-        """Hook of the embedding: make the plan of the forward pass, and draw all of its random numbers.
+        """Embedding hook: create the plan of the forward pass, and draw all random numbers that its routes need.
 
-        If a checkpointed block drew them, its recomputation would draw again and get other dropout masks.
+        Drawing random numbers in a checkpointed block could change the block's dropout masks during recomputation.
         """
         self.plan = Plan()
         if self.ratios_now is None and not (module.training and torch.is_grad_enabled()):
@@ -131,14 +131,14 @@ class Attachment:
                 self.choose_ids_keep(plan, i)
 
     def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
-        """Choose the tokens that stay in a route. Rules other than uniform need the tokens (B, N, D) that arrive at it."""
+        """Choose the tokens that stay in a route. All rules except `uniform` need the image tokens (B, N, D) before the route."""
         scores = plan.uniform[route]
         if tokens is not None:
             scores = apply_rule(self.rule, tokens, scores)
         plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
 
     def find_plan(self, layer: int) -> Plan:
-        """Return the plan of a block's forward pass, also if a backward pass recomputes the block."""
+        """Return the plan of a block's forward pass, even if a backward pass recomputes the block."""
         if not torch.compiler.is_compiling():
             if self.recomputed is not None:
                 return self.recomputed
@@ -151,13 +151,13 @@ class Attachment:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, which would silently ignore new hooks."""
+    """Discard code that torch.compile has compiled, because it would silently ignore new hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def inner_module(module: nn.Module) -> nn.Module:
-    """Unwrap a module from torch.compile, DDP, activation checkpointing and PEFT."""
+    """Return the module inside wrappers of torch.compile, DDP, activation checkpointing and PEFT."""
     for cls in type(module).__mro__:
         if cls.__name__ in WRAPPED:
             return inner_module(getattr(module, WRAPPED[cls.__name__]))
@@ -165,7 +165,7 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 
 def attached(network: nn.Module) -> Attachment | None:
-    """Return the attachment of a network or of its deep copy, or None."""
+    """Return the attachment of a network or of a deep copy, or None if the network has no attachment."""
     hooks = inner_module(network)._forward_pre_hooks.values()
     return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
 
@@ -178,27 +178,27 @@ def attach(
     generator: torch.Generator | None = None,
     adapter: Adapter | None = None,
 ) -> Attachment:
-    """Route the image tokens of a network (TREAD, section 3) in training mode with gradients. Evaluation does not change.
+    """Route the image tokens of a network (TREAD, section 3). Routes are active only in training mode with gradients enabled.
 
     Args:
-        network: one of `ADAPTERS`, or any that `adapter` describes. It may be inside DDP, torch.compile or PEFT. It gets forward
-            hooks, which `detach` removes. Nothing else changes.
-        routes: selection_ratio is the fraction that SKIPS. Layer indices count through all lists of blocks in order, and may be
-            negative.
-        selection: which tokens stay: `uniform` (the paper: a random subset), `importance` (tokens with a large L1 norm stay
-            more often), or a `SelectionRule`, such as `partial(importance_scores, weight=1.0)`.
-        generator: on the device of the tokens. None is torch's default, the only one that torch.compile traces in one graph.
+        network: Network that `ADAPTERS` or `adapter` describes. DDP, torch.compile or PEFT may wrap the network. `attach` only
+            registers forward hooks, which `detach` removes.
+        routes: Routes to add. selection_ratio is the fraction of tokens that SKIP. Layer indices count blocks across all lists
+            and may be negative.
+        selection: Rule that chooses the tokens that stay. `uniform` keeps a random subset, as in the paper. `importance` prefers
+            tokens with a large L1 norm. A `SelectionRule` is also accepted, such as `partial(importance_scores, weight=1.0)`.
+        generator: Generator on the tokens' device. torch.compile can trace only torch's default generator (None) in one graph.
 
-    Differs from TREAD, section 4: under autocast, the block right after a route runs in the same precision as the others.
+    Unlike in TREAD (section 4), the block after a route runs in the same precision as the other blocks under autocast.
 
     Raises:
-        ValueError: routes that do not fit the network's depth, or a network that cannot be routed.
-        KeyError: an unknown selection.
+        ValueError: If the routes do not fit the network's depth, or if the network cannot be routed.
+        KeyError: If the name of the selection rule is unknown.
     """
     network = inner_module(network)
     if attached(network):
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
-    if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # dit.DiT
+    if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # a dit.DiT
         raise ValueError(f"{type(network).__name__} has router.routes={routes_of_its_own} already; build it without routes")
     rule = SELECTIONS[selection] if isinstance(selection, str) else selection
     return Attachment(network, adapter or find_adapter(network), routes, rule, generator)

@@ -1,10 +1,10 @@
-"""Hooks of `attach` on the blocks of a network: they shorten the tokens before a block and restore them after it.
+"""The block hooks of `attach`. They remove tokens before a block runs and restore the full sequence after the block.
 
-Positions and masks are shortened with the tokens. All blocks of a route keep the same tokens, so the result equals one gather
-before the route and one scatter after it. But code between the blocks (residuals of a ControlNet, long skips, skipped layers,
-gradient checkpointing) always sees the full sequence.
+The hooks also shorten positions and masks. All blocks of a route keep the same tokens, so the result equals one gather before
+the route and one scatter after the route. However, code between the blocks (ControlNet residuals, long skip connections, skipped
+layers, gradient checkpointing) always sees the full sequence.
 
-Shapes: B batch, N image tokens, K kept image tokens, L tokens of a block's sequence (with text), D width.
+Shapes: B = batch size, N = image tokens, K = kept image tokens, L = tokens in a block's sequence (with text), D = width.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from routing_module import TokenRouter
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """List forward's argument names, from the class, because libraries replace forward in instances."""
+    """Return the argument names of `forward` in the class, because some libraries replace `forward` in instances."""
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
 class PositionsPerSample:
-    """Positions (B, L, ...) where a network expects one table (L, ...) for the whole batch.
+    """Per-sample positions (B, L, ...) for a network that expects one table (L, ...) for the complete batch.
 
-    Attention only adds the axes of batch and heads to such a table, `table[None, :, None]` or `table.unsqueeze(1)`. Here the
-    batch axis exists already. Any other index raises a TypeError.
+    Attention layers only add batch and head axes to the table, with `table[None, :, None]` or `table.unsqueeze(1)`. The
+    table in this class already has a batch axis, so only the head axis is added. Any other index raises a TypeError.
     """
 
     def __init__(self, table: Tensor):
         self.table = table
 
     def unsqueeze(self, dim: int) -> Tensor:
-        """(L, ...) -> (L, 1, ...) is meant to broadcast over a batch axis before it: (B, L, 1, ...)."""
+        """Insert an axis at index `dim` of the shared table (L, ...). With dim=1, this returns (B, L, 1, ...)."""
         if dim < 1:
             raise TypeError(f"positions of a routed block: unsqueeze({dim}) is not supported, only an axis after the tokens")
         return self.table.unsqueeze(dim + 1)
@@ -50,13 +50,13 @@ class PositionsPerSample:
 
 @dataclass(eq=False)
 class Plan:
-    """The image tokens that stay in every route of one forward pass."""
+    """The image tokens that stay in each route during one forward pass."""
 
-    image: ImageTokens | None = None  # None if the pass is dense
-    num_kept: tuple[int, ...] = ()  # K per route
-    in_evaluation: bool = False  # whether blocks in evaluation mode are routed too
-    uniform: dict[int, Tensor] = field(default_factory=dict)  # random numbers (B, N) of each active route
-    ids_keep: dict[int, Tensor] = field(default_factory=dict)  # (B, K) of each active route that has begun
+    image: ImageTokens | None = None  # None if the forward pass is dense
+    num_kept: tuple[int, ...] = ()  # number of kept image tokens (K) per route
+    in_evaluation: bool = False  # whether to also route blocks in evaluation mode
+    uniform: dict[int, Tensor] = field(default_factory=dict)  # random numbers (B, N) for each active route
+    ids_keep: dict[int, Tensor] = field(default_factory=dict)  # chosen positions (B, K) for each active route
 
     def is_on(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
@@ -69,11 +69,11 @@ class Plan:
         return num_others if layout == "text_image" else 0
 
     def image_tokens(self, x: Tensor, layout: str) -> Tensor:
-        """(B, L, D) -> (B, N, D), detached: a checkpointed block must save the same tensors when it is recomputed."""
+        """Return the image tokens, (B, L, D) -> (B, N, D), detached because a recomputed block must save the same tensors."""
         return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
     def gather(self, x: Tensor, route: int, axis: TokenAxis, dim: int) -> Tensor | PositionsPerSample:
-        """Take the entries of the K image tokens and all other tokens along axis `dim`. At dim 0, there is no batch axis."""
+        """Select the entries of K image tokens and all non-image tokens along axis `dim`. With dim=0, x has no batch axis."""
         index = self.index(route, axis.layout, x.shape[dim])
         if dim == 0:
             return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
@@ -81,13 +81,13 @@ class Plan:
         return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
 
     def index(self, route: int, layout: str, length: int) -> Tensor:
-        """(B, L - N + K), the positions that stay in a sequence of `length` tokens: all other tokens and K image tokens."""
+        """Return the positions of K image tokens and all non-image tokens in a sequence of `length` tokens, (B, L - N + K)."""
         start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
         positions = torch.arange(length, device=ids_keep.device).expand(len(ids_keep), -1)
         return torch.cat([positions[:, :start], ids_keep + start, positions[:, start + self.image.num_tokens :]], dim=1)
 
     def shorten(self, value: Any, route: int, axis: TokenAxis) -> Any:
-        """Reduce an argument of a block to the tokens that stay."""
+        """Reduce a block argument to the entries of the tokens that stay."""
         if value is None:
             return None
         if isinstance(value, dict):
@@ -108,17 +108,17 @@ class Plan:
 
 
 class BlockHooks:
-    """The two hooks of one block of a route. `layer` counts blocks through all lists. `names` are the block's arguments."""
+    """The two hooks of one routed block. `layer` counts blocks across all lists. `names` lists the block's arguments."""
 
     def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
         self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
-        self.before: tuple[Tensor, Tensor] | None = None  # while the block runs: all tokens, and the positions that stay
+        self.before: tuple[Tensor, Tensor] | None = None  # all tokens and the positions that stay, while the block runs
 
     def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Forward pre-hook: shorten the tokens, and every argument that has an entry per token."""
+        """Forward pre-hook: remove skipped tokens from the sequence and from all arguments that have one entry per token."""
         self.before = None
         plan, route, spec = self.attachment.find_plan(self.layer), self.route, self.spec
-        # A block in evaluation mode belongs to a frozen part of a network in training.
+        # A block in evaluation mode belongs to a frozen part of the network, so the hook does not route it during training.
         if not plan.is_on(route) or not (module.training or plan.in_evaluation):
             return None
         arguments = dict(zip(self.names, args)) | kwargs
@@ -133,13 +133,13 @@ class BlockHooks:
         return (), arguments
 
     def after_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        """Forward hook: put the tokens back. If the block raises an exception, it is called without an output."""
-        before, self.before = self.before, None  # free the tokens: recomputation may stop half-way through a block
+        """Forward hook: put the kept tokens back into the full sequence. If the block raises an exception, `output` is None."""
+        before, self.before = self.before, None  # free the tokens even if recomputation stops inside the block
         if before is None or output is None:
             return None
         skipped, index = before
         tokens = output if self.spec.output is None else output[self.spec.output]
-        # Under autocast, a block may return another precision than it received. Keep the higher one.
+        # Under autocast, a block's output may have a different precision than its input. Use the higher precision.
         tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
         if self.spec.output is None:
             return tokens

@@ -4,13 +4,13 @@
     python -m extras.benchmarks step 'variants=[model=dit,model=tread train.compile=blocks]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step model=tread train.batch_size=256
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
-    python -m extras.benchmarks evidence                 # the tables of our runs on Fashion-MNIST
-    python -m extras.benchmarks collect runs=runs        # all evaluations of such runs, as extras/benchmarks/results holds them
+    python -m extras.benchmarks evidence                 # the tables of our Fashion-MNIST runs
+    python -m extras.benchmarks collect runs=runs        # all evaluations of these runs, as in extras/benchmarks/results
 
-`variants`, `rounds`, `steps` and `warmup` are keys of the benchmark; all others are keys of train.py. A variant is one or more
-arguments of train.py, separated by spaces. Without variants, the given configuration is timed, and without data.path, on random
-latents. Results are Markdown on stdout: machine, versions, commit, command and date, then a row per variant. Variants take turns.
-`make gpu` runs tests/gpu and these benchmarks and writes one file of results.
+`variants`, `rounds`, `steps` and `warmup` are benchmark keys. All other keys are train.py keys. A variant consists of one or more
+train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without data.path, it uses
+random latents. Variants run in turns. The benchmark prints Markdown to stdout: machine, versions, commit, command and date,
+followed by one row per variant. `make gpu` runs tests/gpu and these benchmarks, and writes one results file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Print versions, and the attention kernels that torch chooses on this GPU. The exit code is 1 if a package is missing."""
+"""Print package versions and the attention kernels that torch chooses on this GPU. The exit code is 1 if a package is missing."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ if __name__ == "__main__":
     if missing := [name for name in [*PACKAGES.split(), "psutil", "pytest"] if find_spec(name) is None]:
         sys.exit(f"missing packages: {', '.join(missing)}")
     import torch
-    import torch.nn.attention  # its enum is not imported with torch
+    import torch.nn.attention  # defines SDPBackend
 
     from runtime.machine import choose_kernels
 

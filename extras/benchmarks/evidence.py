@@ -1,6 +1,6 @@
 """Print the tables of our Fashion-MNIST runs from their evaluations.
 
-The rules of these runs and the tables are in results/fashion_equal_time.md and results/fashion_tokens.md.
+The rules for these runs and the printed tables are in results/fashion_equal_time.md and results/fashion_tokens.md.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NAMES = {
 GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "path_drop": ", path-drop 1.5"}
 DENSE = ("A", "B")
 LOSS, SEARCH_SEED = "validation_loss", 100
-CHOOSING, COMPARING = 0, 2000  # the first sampling seeds that choose a scale, and those of all other figures
+CHOOSING, COMPARING = 0, 2000  # first sampling seed for choosing a guidance scale, and for all other figures
 
 
 def evidence(equal_time: Text = str(EQUAL_TIME), tokens: Text = str(TOKENS), pictures: Text | None = None) -> None:
-    """Print the tables of both rules. With a folder for `pictures`, also draw the guidance scales."""
+    """Print the tables for both sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
     for file, print_tables in ((equal_time, show_equal_time), (tokens, show_tokens)):
         print_tables(sorted(read_lines(Path(file)), key=lambda line: line["seed"]))
     if pictures:
@@ -45,9 +45,9 @@ def evidence(equal_time: Text = str(EQUAL_TIME), tokens: Text = str(TOKENS), pic
 
 
 def show_equal_time(lines: list[dict]) -> None:
-    """Print learning rates, each arm at its best rate, and there each routed arm against the arms before it.
+    """Print tables of the learning rates, of each arm at its best rate, and of differences between routed arms and earlier arms.
 
-    A rate counts if it has the first three seeds.
+    A learning rate can be the best rate of an arm only if it has at least three seeds.
     """
     arms, rates = (sorted({line[key] for line in lines}) for key in ("arm", "lr"))
 
@@ -57,7 +57,7 @@ def show_equal_time(lines: list[dict]) -> None:
 
     first = {(arm, lr): find(DISTANCE, arm, lr)[:NUM_CHOOSING_SEEDS] for arm in arms for lr in rates}
     complete = [key for key, values in first.items() if len(values) == NUM_CHOOSING_SEEDS]
-    best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # arm -> lr: the last of an arm stays
+    best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # the dict keeps the last, best rate of each arm
     show(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
 
     rows, differences = [], []
@@ -77,7 +77,7 @@ def show_equal_time(lines: list[dict]) -> None:
 
 
 def show_tokens(lines: list[dict]) -> None:
-    """Print the losses, each arm, the scales of guidance, and the primary outcomes with corrected p-values."""
+    """Print tables of the losses, the arms, the guidance scales, and the primary outcomes with corrected p-values."""
     show_losses([line for line in lines if LOSS in line["metrics"]])
     for first_seed in (COMPARING, CHOOSING):
         show_arms([line for line in lines if line.get("first_seed") == first_seed])
@@ -112,13 +112,13 @@ def show_arms(lines: list[dict]) -> None:
 
 
 def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], float], Contrast]]:
-    """Compute the rule's primary outcomes: a name, a function from an estimate to the printed number, and the contrast.
+    """Return the primary outcomes. Each has a name, a function that converts estimates to printed numbers, and a contrast.
 
-    An outcome uses the training seeds that all of its arms have. It is left out without two of them.
+    An outcome uses only the training seeds that all of its arms share. Outcomes with fewer than two shared seeds are omitted.
     """
 
     def log_distances(*conditions: dict) -> list[list[float]]:
-        """For each condition, return the values of the training seeds that all conditions share."""
+        """For each condition, return the log distances of the training seeds that all conditions share."""
         found = [find_values(lines, DISTANCE, **condition) for condition in conditions]
         seeds = sorted(set.intersection(*map(set, found)))
         return [[log(values[seed]) for seed in seeds] for values in found]
@@ -128,7 +128,7 @@ def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], flo
     end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
     scales = sorted({line["cfg_scale"] for line in lines if line.get("first_seed") == CHOOSING})
     columns = log_distances(*({"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms for scale in scales))
-    curves = columns[: len(scales)], columns[len(scales) :]  # of each arm: a list per scale
+    curves = columns[: len(scales)], columns[len(scales) :]  # for each arm, one list per scale
     chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
     best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
     compared = [{"first_seed": COMPARING, "step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(arms, chosen)]
@@ -143,7 +143,7 @@ def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], flo
 
 
 def draw_scales(lines: list[dict], folder: Path) -> None:
-    """Draw distance against guidance scale, and precision against recall at the same scales: means over training seeds."""
+    """Plot distance against guidance scale, and precision against recall at the same scales, as means over training seeds."""
     chosen = [line for line in lines if line.get("first_seed") == CHOOSING]
     points = [{"arm": arm, "cfg_scale": scale} for arm, scale in sorted({(line["arm"], line["cfg_scale"]) for line in chosen})]
     found = {metric: [[*find_values(chosen, metric, **point).values()] for point in points] for metric in NAMES}
@@ -156,7 +156,7 @@ def draw_scales(lines: list[dict], folder: Path) -> None:
 
 
 def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
-    """Write all evaluations of runs named search_<arm>_<rate> and <arm>_seed<seed> to a file of JSON lines."""
+    """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
         config, start = store.read_config(run), next(read_lines(run / "starts.jsonl"))
@@ -180,13 +180,13 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
 
 
 def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
-    """Return training seed -> value."""
+    """Return the metric by training seed, for all lines that contain the `wanted` entries."""
     found = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
     return {line["seed"]: line["metrics"][metric] for line in found}
 
 
 def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
-    """Return the minimum of the parabola through the lowest point and both neighbours, or the lowest point if it is at an end."""
+    """Return the minimum of a parabola through the lowest point and its neighbours. At either end, return the lowest point."""
     lowest = int(np.argmin(curve))
     if lowest in (0, len(scales) - 1):
         return scales[lowest]
@@ -204,7 +204,7 @@ def mean_text(metric: str, values: Sequence[float]) -> str:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Compute the standard deviation within groups, assumed equal in all groups, and its degrees of freedom."""
+    """Compute the pooled standard deviation within groups, which assumes equal variances, and its degrees of freedom."""
     df = sum(len(values) - 1 for values in groups)
     squares = sum((x - fmean(values)) ** 2 for values in groups for x in values)
     return sqrt(squares / df) if df else float("nan"), df
@@ -212,15 +212,15 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of the means of groups of runs."""
+    """A weighted sum of group means, where each group is a set of runs."""
 
     estimate: float
-    error: float  # standard error
-    df: int  # degrees of freedom of the error
+    error: float  # standard error of the estimate
+    df: int  # degrees of freedom of the standard error
 
     @staticmethod
     def of(groups: Sequence[tuple[float, Sequence[float]]], spread: tuple[float, int] | None = None) -> Contrast:
-        """`groups` holds a weight and a value per run. `spread` is as `pooled_deviation` returns it; None: of these groups."""
+        """Compute a contrast from groups of (weight, values of runs). `spread` defaults to the `pooled_deviation` of `groups`."""
         deviation, df = spread or pooled_deviation([values for _, values in groups])
         estimate = sum(weight * fmean(values) for weight, values in groups)
         return Contrast(estimate, deviation * sqrt(sum(weight**2 / len(values) for weight, values in groups)), df)
@@ -232,7 +232,7 @@ class Contrast:
     def text(self, shown: Callable[[float], str]) -> str:
         """Format the estimate with its 95% interval.
 
-        If the interval holds zero, also the estimate that a repetition would tell from zero with a probability of 80%.
+        If the interval contains zero, also print the effect that a repetition would detect with a probability of 80%.
         """
         margin = t.ppf(0.975, self.df) * self.error
         low, high = self.estimate - margin, self.estimate + margin
@@ -241,7 +241,7 @@ class Contrast:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number by Holm's method (1979)."""
+    """Correct p-values for multiple comparisons with Holm's method (1979)."""
     corrected, highest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(np.argsort(p_values)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))

@@ -1,4 +1,4 @@
-"""Time variants in turns, and print the results with machine, versions and commit."""
+"""Time benchmark variants in turns, and print the results with the machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ first variant in the same round. The table shows the median over rounds.
 
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
-    """Measure the milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, CUDA events measure them."""
+    """Return the milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, use CUDA events for timing."""
     is_cuda, marks = device.type == "cuda", []
 
     def mark() -> None:
@@ -45,33 +45,33 @@ def time_ms(action: Callable[[], object], repeats: int, device: torch.device, wa
 class TimedRow:
     """A variant and its measurements."""
 
-    action: Callable[[], object]  # the timed call
+    action: Callable[[], object]  # the call to time
     num_images: int  # images per call in this process
-    flops_per_image: float  # of matrix products, a multiply-add counted twice
-    columns: dict[str, object] = field(default_factory=dict)  # further columns of the table
-    turns: list[list[float]] = field(default_factory=list)  # per turn, the milliseconds of each call
+    flops_per_image: float  # FLOPs of matrix products, where a multiply-add counts as two
+    columns: dict[str, object] = field(default_factory=dict)  # additional columns of the table
+    turns: list[list[float]] = field(default_factory=list)  # milliseconds of each call, in one list per turn
 
 
 def measure(
     openers: Mapping[str, Callable[[], TimedRow]], device: torch.device, rounds: int, steps: int, warmup: int
 ) -> list[dict[str, object]]:
-    """Time variants in turns (A B A B), so that other load on the machine slows all of them. Returns a record per variant.
+    """Time variants in turns (A B A B), so that other load on the machine affects all variants. Return one record per variant.
 
     Args:
-        openers: variant -> a function that builds its row, which stays on the device. Running out of memory becomes a record.
-        steps: timed calls in each of `rounds` turns.
-        warmup: untimed calls before a variant's first turn.
+        openers: Functions that build the row of each variant. All rows stay on the device until the benchmark ends.
+        steps: Number of timed calls in each of the `rounds` turns.
+        warmup: Number of untimed calls before a variant's first turn.
     """
     rows = {name: open_row(opener, device, warmup) for name, opener in openers.items()}
     for _, (name, row) in itertools.product(range(rounds), rows.items()):
         row.turns.append(time_ms(row.action, steps, device, warmup=1))
-        sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # kept if the benchmark is stopped
+        sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # printed even if the benchmark stops early
     first = next(iter(rows.values()))
     return [{"variant": name} | summarise(row, first) for name, row in rows.items()]
 
 
 def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
-    """Build a variant and warm it up. Adds the time of the first call and, on CUDA, the peak memory to its columns."""
+    """Build a variant's row and warm it up. Add columns for the time of the first call and, on CUDA, the peak memory."""
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if is_cuda else 0
     if is_cuda:
@@ -85,7 +85,7 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
 
 
 def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
-    """Return the columns of a row. `first` is the row of the first variant."""
+    """Return the table columns of a row. The relative time is computed against `first`, the row of the first variant."""
     ms = np.median(row.turns)
     images_per_sec = 1000 * row.num_images / ms
     columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}
@@ -95,7 +95,7 @@ def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
 
 
 def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, object]]) -> None:
-    """Print a result as Markdown: machine, versions, commit, command and date, then a row per record."""
+    """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
     about = describe_start(accelerator, step=0)

@@ -1,4 +1,4 @@
-"""The benchmark of a training step: variants of the configuration of train.py, timed in turns."""
+"""Benchmark the training step for different variants of a train.py configuration."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from training.trainer import Trainer
 
 
 def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig:
-    """Compose train.py's configuration with these arguments, without grids and evaluations. The default data set is imagenet256.
+    """Compose a train.py configuration from `overrides`, without grids and evaluations. The default data set is imagenet256.
 
-    Without data.path, it uses random latents in `folder`. Raises UserError for an argument that is not accepted.
+    Without data.path, the configuration uses random latents in `folder`. Raises UserError if an argument is not valid.
     """
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
@@ -45,7 +45,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
 
 
 def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Path:
-    """Write a shard of random moments. Shape and number of classes come from data.*, the scale factor from SD-VAE."""
+    """Write a shard of random moments with the shape and number of classes from data.* and the scale factor of SD-VAE."""
     file = folder / f"{num_items}x{data.in_channels}x{data.input_size}.safetensors"
     if not file.exists():
         shape = (num_items, 2 * data.in_channels, data.input_size, data.input_size)
@@ -56,24 +56,24 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
 
 
 def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
-    """Build a training step like that of train.py (data, forward, backward, optimizer, EMA), without hooks."""
+    """Build the training step of train.py (data, forward, backward, optimizer, EMA) without hooks."""
     cfg, dataset = build.open_data(cfg)
-    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more than any benchmark takes
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
     set_seed(cfg.seed)
     compilation.check_machine(cfg.train, accelerator.device)
     net, alignment = load.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
-    accelerator.free_memory()  # its references would outlive the trainer
+    accelerator.free_memory()  # otherwise, the accelerator's references would outlive the trainer
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
-    # For each matrix product of the forward, the backward computes two: the gradients of the input and of the weight.
+    # For each matrix product in the forward pass, the backward pass computes two, for the gradients of input and weight.
     return TimedRow(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
 
 
 def step(
     variants: list[str] = ("",), overrides: list[str] = (), rounds: Count = 5, steps: Count = 3, warmup: Whole = 2
 ) -> list[dict[str, object]]:
-    """Time the training step of each variant (arguments of train.py separated by spaces). `overrides` hold for all variants."""
+    """Time the training step of each variant (train.py arguments separated by spaces). `overrides` apply to all variants."""
     with TemporaryDirectory() as folder:
         cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
         if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
@@ -94,13 +94,13 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Count
             cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
             accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
             row = open_step(accelerator, cfg)
-            time_ms(row.action, 0, accelerator.device, warmup=3)  # compiles
+            time_ms(row.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
             with torch.profiler.profile() as found:
                 time_ms(row.action, steps, accelerator.device)
             order = f"self_{accelerator.device.type}_time_total"
             table = found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80)
             sys.stdout.write(f"# {variant}\n\n```text\n{table}\n```\n")
-            sys.stdout.flush()  # kept if the next variant is stopped
+            sys.stdout.flush()  # printed even if the next variant is stopped
             del row
             gc.collect()
     leave()

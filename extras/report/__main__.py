@@ -1,9 +1,9 @@
-"""The report: Markdown tables that compare figures of runs with the paper and with dense runs.
+"""Print Markdown tables that compare the figures of runs with the paper and with dense runs.
 
     python -m extras.report runs/                              # prints the tables
     python -m extras.report runs/ more_runs/ > table2.md
 
-It reads config.yaml, metrics.jsonl, starts.jsonl and the results of fid.py of every run below the folders, and writes nothing.
+The report reads config.yaml, metrics.jsonl, starts.jsonl and fid.py's results for every run in the folders. It writes no files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
-    """Describe how each experiment was run: differences from its row and from the paper, and every start of its runs."""
+    """Yield lines that describe each experiment: differences from its row and from the paper, and all starts of its runs."""
     yield "### How these runs were made\n"
     for experiment in experiments:
         yield f"- {experiment.label}"

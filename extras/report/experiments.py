@@ -1,4 +1,4 @@
-"""Runs grouped into experiments: their row of the paper's tables, and the dense runs they are compared with."""
+"""Group runs into experiments. Find each experiment's row in the paper's tables and its dense baseline."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from configs.schema import Role, find_role
 from configs.settings import flatten
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
-# Settings in which a dense and a routed run may differ.
+# Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
 
 
 @dataclass(eq=False)
 class Experiment:
-    """Runs that differ only in seed, paths and logging."""
+    """A group of runs that differ only in seed, paths and logging."""
 
     runs: list[Run]
-    identity: dict[str, object]  # the settings that distinguish experiments
-    changes: dict[str, tuple[object, object]]  # key -> (the row's value, the runs' value), where they differ
+    identity: dict[str, object]  # settings that distinguish experiments
+    changes: dict[str, tuple[object, object]]  # for each changed key: (value in the row, value in the runs)
     label: str = ""
-    baseline: Experiment | None = None  # the dense experiment to compare with
+    baseline: Experiment | None = None  # the dense experiment to compare this one with
 
     @property
     def row(self) -> dict:
@@ -36,29 +36,29 @@ class Experiment:
 
     @property
     def is_routed(self) -> bool:
-        is_sprint = str(self.identity.get("model.name")).endswith("sprint")  # not a dense network, even if no token skips
+        is_sprint = str(self.identity.get("model.name")).endswith("sprint")  # SPRINT is never dense, even if no token skips
         return is_sprint or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
 
     def measures(self) -> list[Measure]:
         return [measure for measure in dict.fromkeys(key for run in self.runs for key in run.figures) if measure != LOSS]
 
     def furthest(self, measure: Measure) -> list[Run]:
-        """Return the runs that have the latest figure. A curve averages these runs at every step, so its seeds never change."""
+        """Return the runs that have the latest figure. `curve` uses only these runs, so that every step has the same seeds."""
         last = max((max(run.figures[measure]) for run in self.runs if measure in run.figures), default=None)
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> dict[int, list[float]]:
-        """Return step -> a value per seed, sorted by step. Empty if the measure is not among `measures`."""
+        """Return one value per seed for each step, sorted by step. The result is empty if no run has the measure."""
         curves = [run.figures[measure] for run in self.furthest(measure)]
         steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
         return {step: [curve[step] for curve in curves] for step in steps}
 
     def hours_at(self, step: float, measure: Measure) -> float:
-        """Average the hours of training until a step over the runs of the measure's curve."""
+        """Return the hours of training until a step, averaged over the runs in the measure's curve."""
         return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
 
     def paper(self, measure: Measure) -> float | None:
-        """Return the paper's figure for the same number of samples. None without one, or if the runs changed their row."""
+        """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
         if self.changes or self.row.get("num_samples") != measure.num_samples:
             return None
         figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
@@ -66,10 +66,10 @@ class Experiment:
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
-    """Choose the figure to compare over training, or None. Both must have it; the paper's figures come first, then unguided ones.
+    """Choose a measure for comparing two experiments over training. Return None if the experiments share no measure.
 
-    Of several numbers of samples, it is the one that was evaluated most often. FID of 50,000 samples often exists for the last
-    step alone, and FID of 5,000 samples for many steps.
+    Measures with a paper figure come first, then unguided measures. The function prefers the number of samples with the most
+    evaluations, because FID of 50,000 samples often exists only for the last step, but FID of 5,000 samples for many steps.
     """
     shared = [measure for measure in routed.measures() if measure in dense.measures()]
     leading = min(shared, key=lambda m: (routed.paper(m) is None, m.guidance != UNGUIDED), default=None)
@@ -78,10 +78,10 @@ def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
 
 
 def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, str]]:
-    """Return (experiments by table, path of a left-out run -> reason).
+    """Return the experiments of each table, and the reason for each run that is left out, by path.
 
-    The paper's tables come in their order, then runs without a row by their data set. The label of an experiment is its row with
-    the changed settings, or the names of its runs without seeds. Of several runs with the same seed, only the longest counts.
+    The paper's tables come first, in `ROWS` order. Runs without a row follow in one table per data set. A label consists of
+    the row and its changed settings, or of run names without seeds. Among runs with the same seed, only the longest run counts.
     """
     found: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
@@ -109,7 +109,7 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
 
 def identity_of(config: dict) -> dict[str, object]:
-    """Return the settings that distinguish experiments: those with a role in the schema, except the seed."""
+    """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
     identity = {key: value for key, value in config.items() if find_role(key) not in (None, Role.STARTED) and key != "seed"}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
@@ -126,7 +126,7 @@ def compose_row(name: str) -> DictConfig:
 
 
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
-    """Return key -> (the row's value, the run's value) where they differ, except values that the row takes from the data."""
+    """Return (row value, run value) for each key that differs. Skip data.* keys for which the row has no value."""
     if run.row.get("name") not in ROWS:
         return {}
     composed = OmegaConf.merge(compose_row(run.row["name"]), {key: run.config[key] for key in ("seed", "output_dir")})
@@ -136,25 +136,25 @@ def changes_of(run: Run) -> dict[str, tuple[object, object]]:
 
 
 def change_words(changes: dict[str, tuple[object, object]]) -> str:
-    """`train.batch_size=8 instead of 256`."""
+    """Format changes as text, such as `train.batch_size=8 instead of 256`."""
     return ", ".join(f"{key}={new} instead of {old}" for key, (old, new) in changes.items())
 
 
 def differences_from(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
-    """Return key -> (value in `first`, value in `second`) where they differ, except the keys in `besides`."""
+    """Return (value in `first`, value in `second`) for each key that differs. Keys in `besides` are ignored."""
     keys = sorted((first.identity.keys() | second.identity.keys()) - set(besides))
     values = {key: (first.identity.get(key), second.identity.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
-    """Find the dense experiment of a row, or for runs without a row, one that differs only in the routes.
+    """Find the dense experiment that the row names. Without a row, find one that differs only in routes and length.
 
-    Of several candidates, the one with the fewest differences. Runs that changed settings of their row are compared only with
-    dense runs with the same changes, except in routes and length.
+    The candidate with the fewest differences is chosen. If the runs changed settings of their row, the dense runs must have the
+    same changes, except in routes and length.
     """
     named = experiment.row.get("baseline")
-    if not experiment.is_routed and (named is None or experiment.changes):  # also a routed row without its routes
+    if not experiment.is_routed and (named is None or experiment.changes):  # includes a routed row whose routes were removed
         return None
     dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)

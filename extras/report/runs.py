@@ -1,4 +1,4 @@
-"""Read runs from disk: configuration, starts, speed, and all figures of training and fid.py."""
+"""Read runs from disk, including their configuration, starts, speed, and all figures from training and fid.py."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from evaluations.results import in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
-# Settings in a result of fid.py that `Measure.settings` omits: always, and at their default values.
+# Settings in fid.py results that `Measure.settings` always omits, and settings that it omits at their default values.
 OMITTED = ("checkpoint", "content", "num_samples", "detector")
 DEFAULTS = {"labels": "random", "first_seed": 0}
 
 
 class Measure(NamedTuple):
-    """The quantity that a figure measures. Two figures can be compared only if all fields are equal."""
+    """The quantity that a figure measures. Two figures are comparable only if all fields are equal."""
 
-    metric: str  # a name in the table of metrics, or `training loss`
+    metric: str  # a metric name, or `training loss`
     num_samples: int
-    guidance: str  # its settings in words, or UNGUIDED
-    # Sampler, weights and reference in words. Training names the reference's file, fid.py its hash: their figures stay apart.
+    guidance: str  # guidance settings as text, or UNGUIDED
+    # Sampler, weights and reference as text. The reference is a file name for training figures and a hash for fid.py figures.
     settings: str
 
     def in_words(self) -> str:
-        """`fid of 50,000 samples, cfg_scale 1.5`."""
+        """Format the measure as text, such as `fid of 50,000 samples, cfg_scale 1.5`."""
         return f"{self.metric} of {self.num_samples:,} samples" + (f", {self.guidance}" if self.guidance != UNGUIDED else "")
 
 
@@ -45,14 +45,14 @@ LOSS = Measure("training loss", 0, UNGUIDED, "")
 
 @dataclass
 class Run:
-    """The content of a run's folder."""
+    """The contents of a run folder."""
 
     path: Path
     config: dict  # values by dotted key
-    row: dict  # experiment.* of the configuration, empty without a row
+    row: dict  # experiment.* from the configuration, empty if the run has no row
     starts: list[dict]  # the lines of starts.jsonl
-    speeds: dict[int, float] = field(default_factory=dict)  # step -> steps per second, from the training lines
-    figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # measure -> step -> value, including LOSS
+    speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, from the training lines
+    figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # values by measure and step, including LOSS
 
     @property
     def step(self) -> int:
@@ -61,23 +61,23 @@ class Run:
 
     @cached_property
     def checkpoint_hashes(self) -> list[str]:
-        """Return the hash (`checkpoints.store.hash_checkpoint`) of each checkpoint in the folder."""
+        """Return the hash of each checkpoint in the run folder, as computed by `checkpoints.store.hash_checkpoint`."""
         folders = store.list_steps(self.path / "checkpoints").values()
         return [store.hash_checkpoint(folder) for folder in folders if (folder / store.MANIFEST).exists()]
 
     @cached_property
     def clock(self) -> tuple[list[int], list[float]]:
-        """Return (steps of the training lines, hours of training until each), without checkpoints, grids and evaluations."""
+        """Return the logged steps and the training hours until each step, excluding checkpoints, grids and evaluations."""
         steps = [self.starts[0]["step"] if self.starts else 0, *self.speeds]
         hours = ((step - before) / speed / 3600 for before, (step, speed) in zip(steps, self.speeds.items()))
         return steps, [0.0, *accumulate(hours)]
 
     def hours_at(self, step: float) -> float:
-        """Interpolate the hours of training until a step between training lines. NaN beyond them."""
+        """Return the training hours until a step, interpolated between logged steps. Steps outside the logged range give NaN."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
-        """Add the finite figures of one evaluation. `settings` holds guidance (cfg_scale, guidance.*), sampler and reference."""
+        """Add finite figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
         others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
@@ -88,9 +88,9 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """Return all runs under the folders, sorted by path, and path -> reason for each that was left out.
+    """Return all runs in the folders, sorted by path, and the reason for each path that was left out.
 
-    A result of fid.py anywhere below the folders counts for the run whose checkpoint it names.
+    Each fid.py result in the folders is added to the run whose checkpoint the result names.
     """
     runs, problems = [], {}
     for file in find_files(folders, "config.yaml"):
@@ -107,7 +107,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def find_files(folders: Sequence[Path], name: str) -> list[Path]:
-    """List the files with this name under the folders, each once, sorted."""
+    """Return a sorted list of all files with this name in the folders, without duplicates."""
     return sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
 
 
@@ -130,20 +130,20 @@ def read_run(path: Path) -> Run:
 
 
 def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
-    """Add the results of fid.py in a file to their runs. Returns the run folders that it names and that are not among `runs`.
+    """Add the fid.py results in a file to their runs. Return the run folders that the file names but `runs` does not contain.
 
-    A checkpoint is found by its hash, wherever the run is now. If the checkpoint is gone, the path of its run decides, then the
-    run folder that holds the file.
+    Checkpoint hashes identify runs, even if a run folder was moved. If no hash matches, the function uses the run folder that the
+    result names, or else the run folder that contains the file.
     """
     orphans = set()
     for line in read_lines(file):
         point = line.get("point")
         if not isinstance(point, dict) or "checkpoint" not in point or "shown" not in line:
-            continue  # a result of images, or another project's file
+            continue  # a result for a set of images, or a file from another project
         places = (Path(point["checkpoint"]).resolve().parent.parent, file.parent.parent)
         found = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes))]
         found = found or [run for place in places for run in runs if run.path == place][:1]
-        for run in found:  # several are copies
+        for run in found:  # several matches are copies of one run
             run.add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
         if not found:
             orphans.add(str(places[0]))

@@ -1,4 +1,4 @@
-"""The tables of the report."""
+"""Build the tables of the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from extras.report.runs import LOSS, UNGUIDED, Measure
 
 @dataclass
 class Table:
-    """Rows as {column: cell}. Columns without any text are not shown."""
+    """A table whose rows are {column: cell} dictionaries. Empty columns are not printed."""
 
     caption: str
     rows: list[dict[str, str]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Table:
 
 
 def results_table(experiments: Sequence[Experiment]) -> Table:
-    """Compare each experiment's last figures with the paper and the dense runs. Each way to measure has a row."""
+    """Compare each experiment's last figures with the paper and the dense runs. Each way of measuring has its own row."""
     table = Table("Results")
     for experiment in experiments:
         rows: dict[tuple, dict[str, str]] = {}
@@ -57,13 +57,13 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
 
 
 def guidance_table(experiments: Sequence[Experiment]) -> Table:
-    """Show each experiment unguided and at its best guidance, if its last step was measured with several guidances.
+    """Show each experiment without guidance and at its best guidance, if its last step has several guidance settings.
 
-    The best guidance has the best mean of the first metric. Its figures are a little too good, because the same samples chose it.
+    The best guidance has the best mean of the first metric. Its figures are slightly too good because the same samples select it.
     """
     table = Table("Each experiment at its best guidance")
     for experiment in experiments:
-        found: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # conditions -> guidance -> metric -> a value per seed
+        found: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # values per seed by conditions, guidance and metric
         for measure in experiment.measures():
             step, values = [*experiment.curve(measure).items()][-1]
             conditions = (step, measure.num_samples, measure.settings)
@@ -83,13 +83,13 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
 
 
 def sign_of(metric: str) -> int:
-    """Return 1 if lower values of a metric are better, otherwise -1. Losses are not in METRICS; lower ones are better."""
+    """Return 1 if lower values of a metric are better, otherwise -1. Losses are not in METRICS, and lower losses are better."""
     found = find_metric(metric)
     return -1 if found and found.direction == "higher" else 1
 
 
 def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
-    """Format mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`."""
+    """Format the mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`."""
 
     def reference_text(name: str, reference: float) -> str:
         relative = f", {(fmean(values) - reference) / reference:+.0%}" if reference else ""
@@ -104,9 +104,9 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
 
 
 def speedup_table(experiments: Sequence[Experiment]) -> Table:
-    """Show how much earlier routed runs reach a figure than their dense runs.
+    """Show how much earlier routed runs reach a figure, compared with their dense runs.
 
-    The figure is the best that both reach: the worse of their bests. Runs that start from different weights have no row.
+    The figure is the best value that both reach, i.e., the worse of their best values. Runs with unequal init_from are skipped.
     """
     table = Table("Speedup to the same figure")
     for routed in experiments:
@@ -141,9 +141,9 @@ def machine_of(start: dict) -> str:
 
 
 def first_reached(curve: Mapping[int, float], target: float) -> tuple[float, bool]:
-    """Return (the step at which a curve first falls to the target, whether its first evaluation is already below it).
+    """Return the step at which a curve first reaches the target, and whether the first evaluation is already below the target.
 
-    `curve` maps steps to values, of which lower is better. Between two steps, values are interpolated linearly.
+    `curve` maps steps to values, and lower values are better. The function interpolates linearly between two steps.
     """
     before = None
     for step, value in curve.items():

@@ -1,8 +1,8 @@
-"""Import weights of other projects as runs.
+"""Import published weights from other projects as runs.
 
     python -m extras.weights import source=DiT-XL-2-256x256.pt kind=dit output=runs/dit_xl2
 
-`import` writes a run that sample.py, fid.py and init_from read. See docs/weights.md.
+`import` writes a run folder that sample.py, fid.py and init_from can read. See docs/weights.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write published weights as a run folder that every command can read."""
+"""Convert published weights to a run folder that every command can read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from latents.torch_files import read_channel_statistics
 log = logging.getLogger(__name__)
 
 TRUNCATED = "sample.rounding=truncate"
-# Kind of weights -> model, diffusion, and the settings of the published scores that differ from our defaults.
+# For each kind of weights: model, diffusion, and the settings of the published scores that differ from our defaults.
 KINDS_OF_WEIGHTS = {
     "dit": ("dit", "ddpm", ""),
     "sit": ("dit", "sit", SIT_SAMPLER),
@@ -36,8 +36,8 @@ KINDS_OF_WEIGHTS = {
     "tread": ("tread", "edm", TRUNCATED),
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
-TURNED = ("sit", "lightningdit")  # their time runs from noise at 0 to data at 1, and they predict data - noise
-# The number of EMA updates to assume if a file of weights has no step. An EMA that starts from them then has no warm-up.
+TURNED = ("sit", "lightningdit")  # these networks use time 0 for noise and time 1 for data, and predict data - noise
+# Assumed number of EMA updates if a weights file contains no step. It is so large that training skips the EMA warm-up.
 LONG_TRAINED = 10**6
 
 
@@ -50,19 +50,19 @@ def import_weights(
     resolution: Count | None = None,
     latents_stats: Text | None = None,
 ) -> None:
-    """Write published weights as a run. Sizes come from the shapes of the tensors, and the sampler from the published scores.
+    """Import published weights as a run. Tensor shapes determine the sizes. Sampler settings are those of the published scores.
 
     Args:
-        source: a .pt or .safetensors file.
-        kind: project of the weights, which gives parameter names, time and diffusion: dit | sit | repa | tread | lightningdit.
-        output: the folder of the new run.
-        autoencoder: decodes the latents. None is the SD-VAE, or `none` for lightningdit (name a VA-VAE here or in each command).
-        scale_factor: multiplies the latents. None means the scale factor of the autoencoder.
-        resolution: height and width of the images, in pixels. If None, it follows from the autoencoder.
-        latents_stats: for lightningdit, the latents_stats.pt published with the VA-VAE, or `none` for channels as they are.
+        source: A .pt or .safetensors file.
+        kind: Project of the weights: dit | sit | repa | tread | lightningdit. It determines parameter names, time and diffusion.
+        output: Folder of the new run.
+        autoencoder: Decoder of the latents. The default is SD-VAE, or `none` for lightningdit (commands then need a VA-VAE).
+        scale_factor: Factor by which latents are multiplied. The default is the autoencoder's scale factor.
+        resolution: Height and width of the images in pixels. The default follows from the latent size and the autoencoder.
+        latents_stats: The latents_stats.pt of the VA-VAE, or `none` to leave the channels unchanged. Required for lightningdit.
 
     Raises:
-        UserError: the folder exists, a key is missing, or the file cannot be read or holds another network.
+        UserError: If the folder exists, if a key is missing, or if the file cannot be read or contains another network.
     """
     folder = Path(output)
     if folder.exists():
@@ -85,7 +85,7 @@ def import_weights(
         raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
     if latents_stats not in (None, "none"):
         data["latents_mean"], data["latents_std"] = read_channel_statistics(Path(latents_stats), data["in_channels"])
-    # In float32, like the published scores.
+    # Use float32, because the published scores also used float32.
     run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def import_weights(
 
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:
-    """Compose the run's configuration: our defaults, then the published sampler, then `changed`."""
+    """Compose the run's configuration from our defaults, the published sampler and `changed`. Later values take precedence."""
     model, diffusion, published = KINDS_OF_WEIGHTS[kind]
     composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *published.split()])
     return check(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)

@@ -1,6 +1,6 @@
-"""Convert published state dicts to the names, time and sign of this project's networks.
+"""Convert published state dicts to the parameter names, time convention and output sign of our networks.
 
-Like our networks, they use the parameter names of facebookresearch/DiT or hustvl/LightningDiT. C channels, p patch size.
+Our networks use the parameter names of facebookresearch/DiT and hustvl/LightningDiT. Shapes: C = channels, p = patch size.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from common.errors import UserError
 from dit import TimestepEmbedder
 from latents.torch_files import load_tensors
 
-# Keys of the weights, their EMA and the step in the checkpoints of other projects.
+# Keys under which checkpoints of other projects store the weights, the EMA and the step.
 MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict")
 STEP_NAMES = ("step", "steps", "train_steps")
 
 
 def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Read (model, EMA, step) from a .safetensors file or a torch.save file, without running its code. Tensors are float32.
+    """Read (model, EMA, step) from a .safetensors or torch.save file, without running code from the file. Tensors are float32.
 
-    If the file holds only one of model and EMA, it serves as both. If the file holds no step, the step is 0.
+    If the file contains only the model or only the EMA, both results have the same weights. Without a step, the step is 0.
 
     Raises:
-        UserError: the file cannot be read, could run code, or holds no state dict.
+        UserError: If the file cannot be read, could run code, or contains no state dict.
     """
-    # Other projects store their arguments with the weights: plain values in a Namespace.
+    # Other projects store their command-line arguments next to the weights, as plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = load_tensors(file)
     content = content if isinstance(content, dict) else {}
@@ -45,20 +45,20 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
-    """Return the state dict in float32, without prefixes of wrappers. Raises UserError for any other object."""
+    """Return the state dict in float32, without wrapper prefixes. Raises UserError if `state` is not a state dict."""
     items = state.items() if isinstance(state, dict) else ()
     if not items or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise UserError(f"{file} holds no state dict; give a file that maps names to tensors")
-    # Prefixes of DDP, torch.compile and TREAD's preconditioning, in any order.
+    # Remove the prefixes of DDP, torch.compile and TREAD's preconditioning, in any order.
     while len(first := {name.partition(".")[0] for name in state}) == 1 and first < {"module", "_orig_mod", "model"}:
         state = {name.partition(".")[2]: value for name, value in state.items()}
     return {name: value.float() for name, value in state.items()}
 
 
 def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
-    """Infer values of model.* and data.* from the shapes. The caller checks that all tensors fit them.
+    """Infer values of model.* and data.* from tensor shapes. The caller must check that all tensors fit these values.
 
-    `backbones` maps names to (depth, width, heads, patch size). Raises UserError for any other network.
+    `backbones` maps names to (depth, width, heads, patch size). Raises UserError if the network is not among `backbones`.
     """
     try:
         width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
@@ -74,14 +74,14 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
     size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels}
     return {
         "model": {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2},
-        "data": size | {"num_classes": num_labels - 1},  # the last row is the null class
+        "data": size | {"num_classes": num_labels - 1},  # the last row of the label table is the null class
     }
 
 
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the projectors from a REPA state dict, because only training uses them.
+    """Remove the projectors from a REPA state dict, because only training uses projectors.
 
-    The first checkpoints of REPA call the blocks after the aligned one decoder_blocks.0, ... They are renumbered.
+    Early REPA checkpoints name the blocks after the aligned block decoder_blocks.0, ... This function renumbers these blocks.
     """
     kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
@@ -89,11 +89,11 @@ def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def turn_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Change two linear layers so that ours(x, t, y) = -published(x, 1 - t, y). Drop the unused output channels.
+    """Modify two linear layers so that ours(x, t, y) = -published(x, 1 - t, y). Also drop the unused output channels.
 
-    Time: the first layer of the time embedding sees cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) + sin(w)
-    sin(w t) and sin(w s) = sin(w) cos(w t) - cos(w) sin(w t), so a linear layer on the features of s equals another one on the
-    features of t. Sign: the last layer is negated. Both are exact up to rounding to float32.
+    The first layer of the time embedding receives cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) + sin(w)
+    sin(w t) and sin(w s) = sin(w) cos(w t) - cos(w) sin(w t), so a linear layer on the features of s equals another linear layer
+    on the features of t. To change the sign, the last layer is negated. Both changes are exact up to float32 rounding.
     """
     state = dict(state)
     first, half = state["t_embedder.mlp.0.weight"].double(), TimestepEmbedder.NUM_FEATURES // 2

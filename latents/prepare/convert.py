@@ -1,4 +1,4 @@
-"""The command `prepare_latents.py convert`, which rewrites latents of other projects as shards."""
+"""Implement `prepare_latents.py convert`, which converts latents of other projects to shards."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """The keys of `prepare_latents.py convert`. The format or the autoencoder determines keys that are null."""
+    """Keys of `prepare_latents.py convert`. The latent format or the autoencoder determines the values of null keys."""
 
-    path: Text  # file or folder of latents in a format of docs/data.md
-    output: Text  # folder of the shards
-    kind: Kind | None = None  # moments or sample, required for tars
-    scale: Positive | None = None  # factor that multiplied the stored samples (1 or 0.18215), required for tars of samples
-    scale_factor: Positive | None = None  # factor that multiplies latents before they enter the network
-    autoencoder: AutoencoderSpec | None = None  # an autoencoder of encode or none, by default SD-VAE for latents of 4 channels
-    resolution: Count | None = None  # height and width of the images in pixels
-    num_classes: Count | None = None  # number of classes, by default the largest label + 1
-    # true normalises each channel by its measured mean and standard deviation. null uses those of LightningDiT's
-    # latents_stats.pt, if this file exists. false does not normalise.
+    path: Text  # file or folder of latents in a format that docs/data.md lists
+    output: Text  # folder for the shards
+    kind: Kind | None = None  # `moments` or `sample` (required for tars)
+    scale: Positive | None = None  # factor that scaled the stored samples (1 or 0.18215, required for tars of samples)
+    scale_factor: Positive | None = None  # factor that scales latents before they enter the network
+    autoencoder: AutoencoderSpec | None = None  # autoencoder as in `encode`, or `none` (default for 4 channels: SD-VAE)
+    resolution: Count | None = None  # image height and width in pixels
+    num_classes: Count | None = None  # number of classes (default: the largest label + 1)
+    # If true, normalise each channel with its measured mean and standard deviation. If null, use the statistics in LightningDiT's
+    # latents_stats.pt, if this file exists. If false, do not normalise.
     normalize: bool | None = None
-    keep_images: Literal["none", "jpeg"] = "none"  # jpeg also stores the images next to REPA's latents, for alignment
-    dtype: Dtype = "float16"  # type of the stored latents
+    keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the images from REPA's folder images/ for alignment
+    dtype: Dtype = "float16"  # data type of the stored latents
     shard_size: Count = SHARD_SIZE  # number of latents per shard
 
 
 def convert(conversion: Conversion) -> None:
-    """Rewrite the latents of another project as shards."""
+    """Convert the latents of another project to shards."""
     source = open_latents(conversion.path)
     log.info("%s: %d items, %s. %s", conversion.path, len(source.labels), type(source).__name__, source.note)
     info, scale = settle_header(source, conversion)
@@ -62,9 +62,9 @@ def convert(conversion: Conversion) -> None:
 
 
 def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardInfo, float]:
-    """Determine the header of the shards, and the factor that multiplied the stored values. Given keys override the format.
+    """Return the header of the shards and the scale of the source's stored values. The user's keys override the format's values.
 
-    Raises UserError if a value is unknown or does not fit the latents.
+    Raise UserError if a value is unknown or inconsistent with the latents.
     """
     channels, height, width = source.shape
     kind = conversion.kind or source.kind

@@ -29,48 +29,48 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Encoding:
-    """The keys of `prepare_latents.py encode`."""
+    """Keys of `prepare_latents.py encode`."""
 
-    images: str  # folder with a subfolder per class (ImageNet's layout) or with EDM's dataset.json, or WebDataset tars
-    output: str  # folder of the shards
-    labels: Literal["auto", "none"] = "auto"  # none puts all images into one class
-    part: Literal["all", "train", "validation"] = "all"  # validation keeps every 20th image for eval.validation, train the rest
-    resolution: Resolution = 256  # height and width after ADM's centre crop, in pixels, at most 65,536
-    pad: Whole = 0  # number of black pixels added to every side before the crop (2 turns 28x28 into 32x32)
-    background: Colour = "white"  # colour behind transparent images: a name, or '#rrggbb' in quotes
-    grey: bool = False  # true keeps only the brightness, as one channel (with autoencoder=identity)
+    images: str  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
+    output: str  # folder for the shards
+    labels: Literal["auto", "none"] = "auto"  # `none` assigns all images to a single class
+    part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
+    resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
+    pad: Whole = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
+    background: Colour = "white"  # background colour for transparent images, either a name or '#rrggbb' in quotes
+    grey: bool = False  # whether to convert images to one grey channel (requires autoencoder=identity)
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
-    kind: Kind = "moments"  # moments (mean and log-variance, sampled at every read) or sample (drawn once, from `seed`)
+    kind: Kind = "moments"  # `moments` (mean and log-variance, from which the trainer samples) or `sample` (drawn once by `seed`)
     flips: bool = False  # true also encodes the mirrored images
-    keep_images: Literal["none", "jpeg"] = "none"  # jpeg also stores the cropped images, for alignment
-    normalize: bool = False  # true gives each channel of the network input mean 0 and standard deviation 1 over all latents
-    latents_stats: str | None = None  # path of LightningDiT's latents_stats.pt, by which each channel is normalised
-    sigma_data: Positive | None = None  # standard deviation of the network input that the scale factor achieves (0.5 for EDM)
-    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000, by default from class names or labels
-    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 for GPUs)
-    dtype: Dtype = "float16"  # type of the stored latents
-    seed: Whole = 0  # seed of the samples for kind=sample
-    shard_size: Count = SHARD_SIZE  # number of images per shard (a process holds one shard in memory and loses it if interrupted)
-    on_error: Literal["stop", "skip"] = "stop"  # what to do at an unreadable image (manifest.json lists skipped ones)
-    batch_size: Count = 64  # number of images per batch and process
-    num_workers: Whole | None = None  # number of reading processes per encoding process, by default its share of the cores
-    cpu_threads: Count | None = None  # number of threads per process, by default its share of the cores
-    tf32: bool = True  # whether CUDA computes float32 products and convolutions in TF32
+    keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the cropped images for alignment
+    normalize: bool = False  # whether to normalise each network input channel to mean 0 and standard deviation 1 over all latents
+    latents_stats: str | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
+    sigma_data: Positive | None = None  # target standard deviation of the network input (0.5 for EDM), which sets scale_factor
+    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000 (default: from class names or labels)
+    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 is intended for GPUs)
+    dtype: Dtype = "float16"  # data type of the stored latents
+    seed: Whole = 0  # random seed for kind=sample
+    shard_size: Count = SHARD_SIZE  # number of images per shard (processes buffer a shard in memory and lose it if interrupted)
+    on_error: Literal["stop", "skip"] = "stop"  # what to do with unreadable images (manifest.json lists skipped images)
+    batch_size: Count = 64  # batch size per process
+    num_workers: Whole | None = None  # number of loader workers per process (default: an equal share of the CPU cores)
+    cpu_threads: Count | None = None  # number of threads per process (default: an equal share of the CPU cores)
+    tf32: bool = True  # whether CUDA uses TF32 for float32 matrix products and convolutions
 
 
-# Keys that may change when a folder is resumed, because the latents do not depend on them.
+# Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
 NOT_IN_LATENTS = {
     "images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"
 }  # fmt: skip
 
 
 class _Batch(NamedTuple):
-    """Consecutive images of one shard."""
+    """A batch of consecutive images in one shard."""
 
-    images: Tensor  # uint8 [b, H, W, 3], the images that could be read
-    kept: list[int]  # numbers of these images
-    left_out: list[dict]  # {"name", "problem"} of each image that could not be read
-    jpegs: list[bytes]  # JPEG files of `images`, empty unless keep_images=jpeg
+    images: Tensor  # the readable images, uint8 [b, H, W, 3]
+    kept: list[int]  # indices of the readable images
+    left_out: list[dict]  # {"name", "problem"} for each unreadable image
+    jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
 
 
 def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
@@ -92,18 +92,18 @@ def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) 
 def encode_images(
     source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, encoding: Encoding, accelerator: Accelerator
 ) -> None:
-    """Encode the images of the missing shards, and write the shards. Each process makes its share.
+    """Encode the images of all missing shards and write the shards. The processes divide the shards among themselves.
 
-    A batch never crosses the end of a shard, and noise is drawn per image, so a shard does not depend on the process that makes
-    it. `encoding.num_workers` must be set. Raises UserError if an image cannot be read and on_error=stop.
+    A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
+    `encoding.num_workers` must not be None. Raise UserError if an image is unreadable and on_error=stop.
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, encoding.batch_size
-    accelerator.wait_for_everyone()  # no process changes the folder before all have checked it
+    accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
     if accelerator.is_main_process:
         writer.open()
     accelerator.wait_for_everyone()
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
-    accelerator.wait_for_everyone()  # no process writes before all have listed the missing shards
+    accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     loading = {"num_workers": encoding.num_workers, "pin_memory": accelerator.device.type == "cuda"}
@@ -111,7 +111,7 @@ def encode_images(
     batches = iter(DataLoader(range(len(source)), **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
-        written = pool.submit(int)  # a placeholder, because there is no previous shard yet
+        written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
             kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, encoding)]
             for _ in range(shard.start, shard.stop, batch_size):
@@ -121,25 +121,25 @@ def encode_images(
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
                     latents = _encode(batch, vae, encoding, accelerator.device)
-                    encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # while the device encodes
+                    encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # runs while the device encodes
                     encoded.append(latents)
                 bar.update(len(batch.kept) + len(batch.left_out))
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
             tensors |= pack_images(jpegs) if encoding.keep_images == "jpeg" else {}
-            written.result()  # at most one shard waits to be written
+            written.result()  # wait for the previous shard, so that at most one shard is queued
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
         written.result()
 
 
 def _no_latents(vae: Autoencoder, encoding: Encoding) -> dict[str, Tensor]:
-    """Return empty latents [0, C or 2C, h, w], in case no image of a shard can be read."""
+    """Return empty latents [0, C or 2C, h, w], so that a shard can be written even if all its images are unreadable."""
     channels = (1 if encoding.grey else vae.channels) * (1 + (encoding.kind == "moments"))
     size = encoding.resolution // vae.factor
     return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + encoding.flips]}
 
 
 def _encode(batch: _Batch, vae: Autoencoder, encoding: Encoding, device: torch.device) -> dict[str, Tensor]:
-    """Encode the images, and the mirrored images if flips=true, into latents [b, C or 2C, h, w] on the device."""
+    """Encode a batch into latents [b, C or 2C, h, w] on the device. If flips=true, also encode the mirrored images."""
     pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if encoding.grey else 3]
     latents = {}
     for flip, name in enumerate(("latents", "latents_flip")[: 1 + encoding.flips]):

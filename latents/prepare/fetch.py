@@ -1,4 +1,4 @@
-"""The command `prepare_latents.py fetch`, which downloads weights into their caches."""
+"""Implement `prepare_latents.py fetch`, which downloads weights to the local caches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
-    """Download the autoencoder, Inception and timm's vision transformer `encoder` if the caches lack them. Check the weights."""
+    """Download the autoencoder, Inception, and timm's vision transformer `encoder` unless the weights are already cached."""
     log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
-    autoencoders.build(autoencoder, torch.device("cpu"))  # checks the weights
+    autoencoders.build(autoencoder, torch.device("cpu"))  # raises UserError if the weights cannot be loaded
     log.info("Inception is complete: %s", fetch_weights())
     if encoder is not None:
         log.info("%s is complete: %s", encoder, find_encoder_weights(encoder))

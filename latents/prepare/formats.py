@@ -1,4 +1,4 @@
-"""Latent formats of other projects, one class for each. `convert` reads the items in order and writes shards."""
+"""Read the latent formats of other projects. Each format has a class, from which `convert` reads the items in order."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from latents.torch_files import read_channel_statistics
 
 
 class LatentSource:
-    """Latents of another project. `open_latents` chooses the subclass.
+    """Base class for latents of another project. `open_latents` selects the subclass.
 
-    A subclass defines `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns the array of an item and, if
-    has_flips, the array of the mirrored image. Both may raise any error.
+    Subclasses implement `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns an item's array and, if
+    `has_flips` is True, the array of the mirrored image. `_open` and `_load` may raise any exception.
     """
 
-    patterns: tuple[str, ...]  # file names by which the format is recognised
-    labels: np.ndarray  # [N] int64
-    items: Sequence  # [N], name or position of each item in the files, also for error messages
-    shape: tuple[int, ...]  # shape of an item in `read`: (C, h, w), or (2C, h, w) for moments
-    has_flips = False  # whether `read` also returns latents of the mirrored images
-    kind: str | None = None  # moments or sample, if the format determines it
-    scale: float | None = None  # factor that multiplied the stored values, if the format determines it
-    channel_statistics: tuple[list[float], list[float]] | None = None  # mean and deviation of each channel, if known
-    note = ""  # remark of `_open` for the log
+    patterns: tuple[str, ...]  # file name patterns that identify the format
+    labels: np.ndarray  # class labels [N] in int64
+    items: Sequence  # name or position of each of the N items, which error messages show
+    shape: tuple[int, ...]  # shape of an item: (C, h, w), or (2C, h, w) for moments
+    has_flips = False  # whether `read` also returns the latents of the mirrored images
+    kind: str | None = None  # `moments`, `sample`, or None if the format allows both
+    scale: float | None = None  # factor that scaled the stored values, or None if the format allows any factor
+    channel_statistics: tuple[list[float], list[float]] | None = None  # mean and std of each channel, if known
+    note = ""  # message from `_open` for the log
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,9 +50,9 @@ class LatentSource:
             self.shape = self._load(0)[0].shape
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Read items start .. stop - 1 as stored: `latents`, float32 [b, *shape], and `latents_flip` if has_flips.
+        """Read items start .. stop - 1 without rescaling. Return float32 `latents` [b, *shape] and, if has_flips, `latents_flip`.
 
-        Raises UserError if an item is missing or damaged, has another shape, or is not finite.
+        Raise UserError if an item is missing or damaged, has the wrong shape, or contains NaN or infinity.
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for number in range(start, stop):
@@ -64,30 +64,30 @@ class LatentSource:
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """Return a function from item numbers to JPEG files of `resolution` pixels. Raises UserError if there are no images."""
+        """Return a function that returns an item's JPEG file of `resolution` pixels. Raise UserError if images are missing."""
         raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
     def fingerprint(self) -> str:
-        """Hash the labels and 256 items spread over the data. Reading all items would take as long as converting them."""
+        """Hash the labels and 256 evenly spaced items, because reading all items would take as long as the conversion."""
         spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in spread_items(len(self.labels), 256).tolist()]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
 
 class MaskDiTLMDB(LatentSource):
-    """LMDB of MaskDiT, a folder with data.mdb or a single file: moments [8, h, w] `z-<i>`, labels `y-<i>`, and `length`, N.
+    """MaskDiT's LMDB (a folder with data.mdb or a single file) with moments `z-<i>` [8, h, w], labels `y-<i>` and `length`, N.
 
-    With --xflip, MaskDiT appends the mirrored images as separate items. They also become separate items of the shards.
+    With --xflip, MaskDiT appends mirrored images as separate items. `convert` also stores the mirrored images as separate items.
 
-    LMDB maps its file into memory. If a copy is truncated, reading it ends the process (SIGBUS). Copy such a file again.
+    LMDB maps its file into memory, so reading a truncated file kills the process (SIGBUS). Copy a truncated file again.
     """
 
     kind, scale = "moments", 1.0
     patterns = ("*.mdb",)
 
     def _open(self) -> None:
-        import lmdb  # only this format needs it
+        import lmdb  # only this format requires lmdb
 
-        # Without a lock, LMDB writes nothing, so the folder may be read-only.
+        # Disable the lock, so that LMDB writes nothing and can open read-only folders.
         options = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
         self.transaction = lmdb.open(str(self.path), **options).begin()
         self.items = range(int(self.transaction.get(b"length")))
@@ -99,7 +99,7 @@ class MaskDiTLMDB(LatentSource):
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads a pickled NumPy array. It accepts only names that old and new NumPy write, because other pickles can run code."""
+    """Unpickle a NumPy array. Accept only names in pickles of old and new NumPy versions, because other pickles can run code."""
 
     ADMITTED = ("_reconstruct", "ndarray", "dtype", "_frombuffer")
 
@@ -110,9 +110,9 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 class Tars(LatentSource):
-    """Uncompressed WebDataset tars, a folder or a file: `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `.cls`.
+    """One or more uncompressed WebDataset tars with `<key>.latent` (a pickled array), `.latent.npy` or `.npy`, and `<key>.cls`.
 
-    MaskDiT's lmdb2wds.py makes them for the official TREAD trainer.
+    MaskDiT's lmdb2wds.py creates such tars for the official TREAD trainer.
     """
 
     patterns = ("[!.]*.tar",)
@@ -127,9 +127,9 @@ class Tars(LatentSource):
 
 
 class FastDiTFolder(LatentSource):
-    """fast-DiT files: `<name>_features/<i>.npy`, float32 [B, 4, h, w] times 0.18215, and `<name>_labels/<i>.npy`, int64 [B]."""
+    """fast-DiT's latents `<name>_features/<i>.npy`, float32 [B, 4, h, w], and labels `<name>_labels/<i>.npy`, int64 [B]."""
 
-    kind, scale = "sample", SD_SCALE
+    kind, scale = "sample", SD_SCALE  # fast-DiT has multiplied the latents by 0.18215
     patterns = ("*_features",)
 
     def _open(self) -> None:
@@ -139,7 +139,7 @@ class FastDiTFolder(LatentSource):
         features = folders[0]
         labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
         names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
-        names = sorted(names, key=lambda name: int(Path(name).stem))  # in numeric order, 2 comes before 10
+        names = sorted(names, key=lambda name: int(Path(name).stem))  # sort numerically, so that 2 comes before 10
         parts = [(features / name, np.load(labels / name)) for name in names]
         self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
@@ -150,10 +150,10 @@ class FastDiTFolder(LatentSource):
 
 
 class REPAFolder(LatentSource):
-    """The folder `vae-sd/` of REPA and EDM2, its parent folder, or a .zip of either.
+    """Folder `vae-sd/` of REPA and EDM2, its parent folder, or a .zip file of one of these folders.
 
-    dataset.json has "labels": [[name, label], ...]. Each .npy file holds mean and standard deviation, float32
-    [8, h, w]. `read` returns mean and log-variance.
+    dataset.json contains "labels": [[name, label], ...]. Each .npy file contains a mean and a standard deviation, float32
+    [8, h, w]. `read` converts the standard deviation to a log-variance.
     """
 
     kind, scale = "moments", 1.0
@@ -168,10 +168,10 @@ class REPAFolder(LatentSource):
         mean, std = np.split(np.load(io.BytesIO((self.root / self.items[number]).read_bytes())), 2)
         if (std < 0).any():
             raise ValueError("there are negative standard deviations")
-        return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # log-variances are clamped at -30
+        return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # clamp log-variances at -30
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """Read `images/` next to `vae-sd/`, which has its own dataset.json. As in REPA, both lists are sorted and then paired."""
+        """Read images from `images/` next to `vae-sd/`. Like REPA, sort the names in both dataset.json files and pair them."""
         folder = Path(str(self.root)).parent / "images"
         with reading(folder):
             names, labels = read_dataset_json(folder)
@@ -191,9 +191,9 @@ class REPAFolder(LatentSource):
 
 
 class LightningDiTFolder(LatentSource):
-    """Unscaled samples of LightningDiT, a folder or a .safetensors file: `latents` [M, C, h, w], `latents_flip`, `labels` [M].
+    """One or more LightningDiT .safetensors files with unscaled `latents` [M, C, h, w], `labels` [M] and optional `latents_flip`.
 
-    LightningDiT normalises each channel by `mean` and `std` [1, C, 1, 1] of latents_stats.pt in the same folder.
+    LightningDiT normalises each channel with `mean` and `std` [1, C, 1, 1] from latents_stats.pt in the same folder.
     """
 
     kind, scale = "sample", 1.0
@@ -227,7 +227,7 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 def open_latents(path: str | Path) -> LatentSource:
     """Open latents of another project. The file names determine the format.
 
-    Raises UserError if no format or several formats fit, or if a file is missing, damaged or in another format.
+    Raise UserError if the file names match no format or several formats, or if a file is missing, damaged or in another format.
     """
     path = Path(path)
     fitting = [f for f in FORMATS if any(path.match(pattern) or any(path.glob(pattern)) for pattern in f.patterns)]

@@ -1,4 +1,4 @@
-"""Labelled images to encode: a folder of class folders, a folder with EDM's dataset.json, or WebDataset tars."""
+"""Find labelled images in class folders, in a folder with EDM's dataset.json, or in WebDataset tars."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from latents.tars import TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
 
-HOLD_OUT = 20  # part=validation takes every 20th image
+HOLD_OUT = 20  # part=validation selects every 20th image for eval.validation
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
-    """Compress pixels, uint8 [H, W, 3], to a JPEG file of quality 95 without chroma subsampling."""
+    """Compress uint8 pixels [H, W, 3] to a JPEG file with quality 95 and no chroma subsampling."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
     return file.getvalue()
 
 
 def read_cropped(images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool) -> np.ndarray:
-    """Read and crop an image as `encode` does. Returns uint8 [R, R, 3]. The arguments are keys of `Encoding`."""
+    """Read an image and crop it to uint8 [R, R, 3]. `Encoding` documents `resolution`, `background`, `pad` and `grey`."""
     image = ImageOps.expand(read_rgb(images.open(number), background)[0], pad)
     return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
-    """Return `num_classes`, or if it is None, the number that class names or labels need. Raises UserError if it is too small."""
+    """Return `num_classes`, inferred from class names or labels if it is None. Raise UserError if `num_classes` is too small."""
     if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
         raise UserError(f"labels run from {labels.min()} to {labels.max()}; they must be from 0 to {MAX_CLASSES - 1:,}")
     needed = len(class_names) if class_names else int(labels.max()) + 1
@@ -54,7 +54,7 @@ class _DatasetJson(BaseModel):
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     """Read (names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
 
-    Raises UserError if the file has another form or no entries.
+    Raise UserError if the file has a different structure or no entries.
     """
     try:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
@@ -66,13 +66,13 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
 
 
 class LabelledImages:
-    """Labelled images that are accessed by number.
+    """A list of labelled images, which are accessed by index.
 
     Attributes:
-        names: paths relative to `path`.
-        labels: [N] int64.
-        class_names: names of the classes; None if they are unknown.
-        unread: image files in the folder whose format `encode` does not read.
+        names: Image paths relative to `path`.
+        labels: Class labels [N] in int64.
+        class_names: Class names, or None if the class names are unknown.
+        unread: Image files in the folder whose format `encode` does not support.
     """
 
     unread: list[str] = []
@@ -85,38 +85,38 @@ class LabelledImages:
         return len(self.names)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Keep only these images."""
+        """Keep only the images with the given numbers."""
         self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
 
     def open(self, index: int) -> Path | BinaryIO:
-        """Return the path or the open file of an image, for `read_rgb`."""
+        """Return the path or an open file of an image, both of which `read_rgb` accepts."""
         return self.path / self.names[index]
 
     def size(self, index: int) -> int:
-        """Size of the file in bytes."""
+        """Return the file size of an image in bytes."""
         return (self.path / self.names[index]).stat().st_size
 
     def fingerprint(self, start: int, stop: int) -> str:
-        """Hash the names, sizes in bytes and labels of images start .. stop - 1, and the content of four of them.
+        """Hash the names, file sizes and labels of images start .. stop - 1, and the content of up to four images.
 
-        Reading all images would take as long as encoding them.
+        Hashing the content of all images would take as long as encoding the images.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
         spread = set((start + spread_items(stop - start, 4)).tolist())
         for index in range(start, stop):
-            with contextlib.suppress(OSError):  # encoding reports files that cannot be read
+            with contextlib.suppress(OSError):  # `encode` later reports unreadable files
                 digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
                 if index in spread:
                     image = self.open(index)
                     if not isinstance(image, Path):
                         digest.update(image.read())
-                    elif image.is_file():  # reading a pipe might never end
+                    elif image.is_file():  # reading a pipe could block forever
                         digest.update(image.read_bytes())
         return digest.hexdigest()
 
 
 class TarImages(LabelledImages):
-    """Images in WebDataset tars: `<key>.jpg` (or another format), with its label as text in `<key>.cls`. Nothing is unpacked."""
+    """Images `<key>.jpg` (or another format) and text labels `<key>.cls` in WebDataset tars, which are read without unpacking."""
 
     def __init__(self, path: Path):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
@@ -134,15 +134,15 @@ class TarImages(LabelledImages):
 
 
 def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "all") -> LabelledImages:
-    """Find the images and their labels.
+    """Find images and their labels.
 
     Args:
-        path: a folder of images, a folder of WebDataset tars, or a tar.
-        labels: `none` puts all images into one class. `auto` reads .cls in tars, otherwise dataset.json or a folder per class.
-        part: `validation` takes every HOLD_OUT-th image, `train` the others.
+        path: Folder of images, folder of WebDataset tars, or a single tar.
+        labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
+        part: `validation` selects every HOLD_OUT-th image, `train` selects the other images, and `all` selects all images.
 
     Raises:
-        UserError: there are no images, dataset.json lists a missing image, or an image is outside the class folders.
+        UserError: If there are no images, if dataset.json lists a missing image, or if an image is outside the class folders.
     """
     path = Path(path)
     if not path.exists():
@@ -183,7 +183,7 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
 
 
 def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
-    """Label images by their first folder below `path`. Classes are numbered in the order of their names, as in torchvision."""
+    """Label each image by its first-level folder below `path`. As in torchvision, number classes by sorted folder name."""
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))

@@ -1,4 +1,4 @@
-"""Checks of latents. They log properties of the latents and return problems."""
+"""Check latent shards for problems, and log properties of the latents."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1024  # number of latents per read
+CHUNK = 1024  # number of latents to read at once
 
 
 def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
     """Read all latents, log their properties, and return a list of problems.
 
     Args:
-        sigma_data: the standard deviation that the diffusion assumes.
+        sigma_data: Standard deviation of the network input that the diffusion assumes.
     """
     size = f"{dataset.channels}x{dataset.height}x{dataset.width}"
     log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
@@ -34,7 +34,7 @@ def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
 
 
 def _check_files(dataset: LatentDataset) -> Iterator[str]:
-    hashes, first_file = dataset.hashes, {}  # first_file: hash -> the first file with this hash
+    hashes, first_file = dataset.hashes, {}  # first_file maps each hash to the first file with that hash
     for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
         if not is_intact(file):
             yield f"{file}: its checksum differs"
@@ -68,7 +68,7 @@ def _check_images(dataset: LatentDataset) -> Iterator[str]:
 def _check_classes(dataset: LatentDataset) -> Iterator[str]:
     counts = np.bincount(dataset.labels, minlength=dataset.info.num_classes)
     names = [f" ({name})" for name in dataset.class_names] if dataset.class_names else [""] * len(counts)
-    counts = counts[: len(names)]  # num_classes= of encode may be larger
+    counts = counts[: len(names)]  # num_classes can exceed the number of class names
     smallest = [f"{label}{names[label]} {counts[label]}" for label in np.argsort(counts, kind="stable")]
     log.info("%d classes of %d to %d items; smallest: %s", len(counts), counts.min(), counts.max(), ", ".join(smallest[:3]))
     if num_empty := int((counts == 0).sum()):
@@ -76,7 +76,7 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
 
 
 def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
-    """Find NaN and Inf, and compare the standard deviation of the network input with `sigma_data`."""
+    """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`."""
     info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
@@ -101,14 +101,14 @@ def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
-    """Fetch the stored latents of these items, and those of the mirrored images if there are any."""
+    """Fetch the stored latents of items and, if the shards contain them, the latents of the mirrored images."""
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
 
 def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
-    """Fetch latents, float32 [16, C, h, w], and labels of items spread over the data.
+    """Fetch latents, float32 [16, C, h, w], and labels of evenly spaced items in the data set.
 
-    For `moments`, the latents are the means. NaN and Inf become 0.
+    For `moments`, return the means as latents. Replace NaN and infinity with 0.
     """
     indices = spread_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
@@ -116,13 +116,13 @@ def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
-    """Fetch stored images, uint8 [n, R, R, 3], of items spread over the data, by default those of `fetch_spread`."""
+    """Fetch the stored images, uint8 [n, R, R, 3], of evenly spaced items. By default, use the same items as `fetch_spread`."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
 
 
 def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
-    """Like `fetch_images`, but from the folder that was encoded. Raises UserError if it holds another number of images."""
+    """Read and crop the original images of 16 items from `folder`. Raise UserError if the number of images differs."""
     labels = "none" if dataset.info.num_classes == 1 else "auto"
     source = open_labelled_images(folder, labels, dataset.settings.get("part", "all"))
     manifest, crops = read_manifest(dataset.path) or {}, []

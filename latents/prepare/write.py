@@ -1,7 +1,7 @@
-"""Write a folder of shards from one or several processes. An interrupted command can resume.
+"""Write a folder of shards from one or several processes, and resume after an interruption.
 
-Shard k holds the items k * shard_size .. (k + 1) * shard_size - 1 of the source, without those that could not be read. Its header
-stores the settings and a hash of the items, so resuming needs only the shards. When all shards exist, manifest.json lists them.
+Shard k contains source items k * shard_size .. (k + 1) * shard_size - 1, except unreadable items. Each header stores the settings
+and a hash of the items, so resuming requires only the shards. In a complete folder, manifest.json lists all shards.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_in
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
-SHARD_SIZE = 4096  # number of source items per shard (64 MiB for moments of 256x256 images)
+SHARD_SIZE = 4096  # number of source items per shard (64 MiB for moments of 256x256 images in float16)
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to make from the items start .. stop - 1 of the source."""
+    """A shard to create from source items start .. stop - 1."""
 
     file: Path
     start: int
     stop: int
-    source: str  # hash of these items
+    source: str  # hash of the source items
 
 
 class ShardWriter:
-    """Writes the shards of a folder and, in the end, its manifest.
+    """Writes the shards of a folder and finally its manifest.
 
     Args:
-        output: the folder.
-        settings: all settings that the latents depend on, in JSON types. Resuming a folder requires identical settings.
-        hash_items: a function (start, stop) that hashes items start .. stop - 1 of the source. If the hash of a finished shard
-            differs, this shard is made again. If all hashes differ, the folder holds another data set.
-        num_items: number of items in the source.
-        shard_size: number of items of the source per shard.
-        dtype: type of the stored latents.
+        output: Folder for the shards.
+        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
+        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
+            changes, the writer creates the shard again. If all hashes change, the writer raises UserError.
+        num_items: Number of source items.
+        shard_size: Number of source items per shard.
+        dtype: Data type of the stored latents.
 
     Raises:
-        UserError: the folder holds another data set, or a shard that this command did not write.
+        UserError: If the folder contains a different data set, or a shard that another program wrote.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class ShardWriter:
         self._read_sources()
 
     def _read_sources(self) -> set[tuple[Path, str]]:
-        """List the shards in the folder, each with the hash of the items that it was made from.
+        """Return the path and the source hash of each shard in the folder.
 
-        Raises UserError if a shard was made with other settings or by another program, or if all are made from other items.
+        Raise UserError if a shard has different settings or comes from another program, or if all shards have different items.
         """
         sources, changed = set(), []
         for file in shard_files(self.output):
@@ -92,12 +92,12 @@ class ShardWriter:
         return sources
 
     def open(self) -> None:
-        """Lock the folder, verify its shards, and rename those to make again. One process calls this, before any calls `missing`.
+        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`.
 
-        Raises UserError if the folder cannot be written to, or another process is writing to it.
+        Raise UserError if the folder is not writable, or if another process is writing to the folder.
         """
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
-        for file, source in sorted(self._read_sources()):  # reread, because the last holder of the lock may have written shards
+        for file, source in sorted(self._read_sources()):  # reread, because another process may have written shards meanwhile
             is_planned = (file, source) in self._planned
             if is_planned and is_intact(file):
                 continue
@@ -109,18 +109,18 @@ class ShardWriter:
             (self.output / MANIFEST).unlink(missing_ok=True)
 
     def missing(self, process_index: int = 0, num_processes: int = 1) -> list[PlannedShard]:
-        """Return this process's share of the missing shards. All processes must have called this before one writes."""
+        """Return this process's share of the missing shards. All processes must call `missing` before any process writes."""
         return [shard for shard in self.shards if not shard.file.exists()][process_index::num_processes]
 
     def write(
         self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
     ) -> None:
-        """Write a shard. Raises UserError if a shape, type or label is wrong, or a value is not finite.
+        """Write a shard. Raise UserError if a shape, dtype or label is invalid, or if a value is not finite.
 
         Args:
-            labels: [b] int64.
-            tensors: `latents` and optionally `latents_flip`, [b, C or 2C, H, W] float32; optionally images, from `pack_images`.
-            left_out: {"name", "problem"} of each item that could not be read.
+            labels: Class labels [b] in int64.
+            tensors: `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], and optional images from `pack_images`.
+            left_out: {"name", "problem"} for each unreadable item.
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         provenance = {
@@ -134,15 +134,15 @@ class ShardWriter:
     def finish(
         self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
     ) -> None:
-        """Write manifest.json and unlock the folder. One process calls this after all have written their shards.
+        """Write manifest.json and unlock the folder. One process must call `finish` after all shards are written.
 
         Args:
-            normalize: whether to first store mean and standard deviation of each channel over all latents in the headers.
-            sigma_data: if set, first store the scale factor that gives the network input this standard deviation.
-            about: more entries for the manifest.
+            normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
+            sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
+            about: Additional entries for the manifest.
 
         Raises:
-            UserError: no item could be read, a channel to scale is constant, or the folder holds shards of another program.
+            UserError: If no item is readable, a channel to scale is constant, or the folder contains another program's shards.
         """
         self._read_sources()
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
@@ -158,7 +158,7 @@ class ShardWriter:
             self._change_headers(latents_mean=tuple(mean), latents_std=tuple(std))
         if sigma_data is not None:
             self._change_headers(scale_factor=round(sigma_data / overall, 4))
-        dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards differ
+        dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
         manifest = {
             "num_items": len(dataset),
             **asdict(dataset.info),
@@ -180,7 +180,7 @@ class ShardWriter:
             log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
 
     def _change_headers(self, **entries: object) -> None:
-        """Rewrite the shards with these entries of ShardInfo. If this is interrupted, the next start completes it."""
+        """Rewrite the shards with new ShardInfo entries. After an interruption, the next run rewrites the remaining shards."""
         for shard in progress_bar(self.shards, unit="shards", desc="headers"):
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **entries)) != info:
