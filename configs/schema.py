@@ -201,6 +201,12 @@ class Train(Settings):
     cpu_threads: Count | None
     log_every: Count
 
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Train:
+        if self.schedule == "inverse_sqrt" and self.warmup_steps == 0:
+            raise ValueError("schedule=inverse_sqrt decays from the end of the warm-up, so warmup_steps must be above 0")
+        return self
+
 
 class CheckpointSettings(Settings):
     every: Count | None

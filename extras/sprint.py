@@ -23,8 +23,8 @@ from routing_module import SelectionRule, TokenRouter
 def grid_rule(rows: int, columns: int) -> SelectionRule:
     """Create a selection rule that keeps the same number of random tokens in every 2x2 group of tokens.
 
-    Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the counts of two groups
-    differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.
+    Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the numbers of kept tokens
+    in any two groups differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.
 
     Args:
         rows, columns: Size of each image's token grid, in row-major order. Raises ValueError if either number is odd.

@@ -32,7 +32,7 @@ def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def for_network(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[list[float], list[float]]:
-    """Convert each channel's mean and standard deviation from the stored latents to the network input."""
+    """Convert per-channel means and standard deviations from the scale of the stored latents to that of the network input."""
     normalized = normalize_latents(torch.from_numpy(mean).reshape(-1, 1, 1), info)
     return normalized.flatten().tolist(), (std * info.scale_factor / (info.latents_std or 1.0)).tolist()
 

@@ -36,7 +36,7 @@ def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
-            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):  # Slurm sends a warning and later SIGTERM
+            for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGRTMIN):  # Slurm, launcher
                 os.kill(os.getpid(), signum)
                 time.sleep(0.2)
             assert stop.requested()
@@ -81,7 +81,7 @@ def is_free(lock):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "signum", "reason"), [(LAUNCH_1, signal.SIGKILL, "SIGTERM"), (LAUNCH_2, signal.SIGUSR1, "SIGUSR1")]
+    ("launcher", "signum", "reason"), [(LAUNCH_1, signal.SIGKILL, "launcher has ended"), (LAUNCH_2, signal.SIGUSR1, "SIGUSR1")]
 )
 def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluation(launcher, signum, reason, tmp_path):
     page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")

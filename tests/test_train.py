@@ -242,6 +242,8 @@ def test_the_learning_rate_equals_that_of_torchs_schedulers(schedule):
         both.step()
     assert [learning_rate(train, step) for step in range(30)] == pytest.approx(expected)
     assert learning_rate(checked(TINY).train, 10**6) == checked(TINY).train.lr  # constant from the first step
+    with pytest.raises(UserError, match="train: schedule=inverse_sqrt .* warmup_steps must be above 0"):
+        checked([*TINY, "train.schedule=inverse_sqrt"])
 
 
 @pytest.mark.parametrize(
@@ -477,6 +479,8 @@ def test_a_run_with_other_classes_than_its_initial_weights_gets_a_new_label_tabl
         assert weights(run, 1, file)["y_embedder.embedding_table.weight"].shape[0] == 4
     old, new = weights(whole, 6), weights(run, 1)
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old if "y_embedder" not in name)
+    (tuned,) = store.list_steps(run / "checkpoints").values()
+    assert store.load(tuned).state["ema_num_updates"] == 1  # the EMA soon forgets the new table's random start
     with pytest.raises(UserError, match="data.num_classes: 10 -> 3"):
         train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")
 

@@ -50,9 +50,9 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
             found_there = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
     found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
-    std, sigma_data = estimate_std(dataset), getattr(cfg.diffusion, "sigma_data", 0.5)
-    if not USUAL_STD[0] <= std / sigma_data <= USUAL_STD[1]:
-        words = f"the network sees latents with a standard deviation of {std:.3g}, and sigma_data is {sigma_data:g}"
+    std, (low, high) = estimate_std(dataset), (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
+    if not low <= std <= high:
+        words = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
         log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, words)
     background = cfg.evaluation.background or dataset.settings.get("background", "white")
     evaluation = cfg.evaluation.model_copy(update={"background": background})

@@ -125,11 +125,13 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
     """Copy a checkpoint into a trainer. The checkpoint is memory-mapped, so its tensors occupy host memory only briefly."""
     own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
     num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
+    num_updates = checkpoint.state["ema_num_updates"]
     if not with_optimizer and num_classes != stored_num_classes:  # `check_initial` allows different class counts
         words = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(words, folder, stored_num_classes, num_classes)
         for tensors in (own, averages, checkpoint.model, checkpoint.ema):
             del tensors[LABEL_TABLE]
+        num_updates = 0  # the EMA warms up again, because it would otherwise keep the new table's random start for too long
     store.check_tensors(folder / store.WEIGHTS["raw"], checkpoint.model, own)
     store.check_tensors(folder / store.WEIGHTS["ema"], checkpoint.ema, averages)
     if with_optimizer and trainer.alignment is not None:  # a run with init_state=weights trains a new projector
@@ -142,8 +144,7 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
     for name, value in own.items():
         value.copy_(checkpoint.model[name])
     trainer.ema.load({"ema": checkpoint.ema})
-    # The EMA continues without a new warm-up.
-    trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
+    trainer.ema.num_updates_before = num_updates
     if not with_optimizer:
         return
     trainer.step = trainer.first_step = trainer.measured_step = checkpoint.step

@@ -18,8 +18,10 @@ from runtime.machine import LAUNCHERS
 
 log = logging.getLogger(__name__)
 
-# Slurm and submitit send SIGUSR1 and SIGUSR2 as warnings, and a closing terminal sends SIGHUP. Windows lacks these three signals.
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+# Slurm and submitit send SIGUSR1 and SIGUSR2 as warnings, and a closing terminal sends SIGHUP. On Linux, the kernel sends
+# SIGRTMIN when the launcher exits. After a Ctrl-C, that can take seconds, so it must not look like a second SIGTERM.
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGRTMIN")
+STOP_SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 # A second urgent signal ends the run immediately. A first SIGTERM after a warning signal does not interrupt the checkpoint.
 URGENT = (signal.SIGTERM, signal.SIGINT)
 # The terminal and the launcher both forward Ctrl-C, so signals within this interval count as one request.
@@ -36,7 +38,7 @@ class StopSignal:
     accelerator, and all processes stop after the same step.
 
     Python runs the handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
-    one signal. On Linux, the kernel sends SIGTERM to a process when the launcher that started the process exits.
+    one signal. On Linux, the process asks the kernel for a SIGRTMIN when the launcher that started the process exits.
     """
 
     def __init__(self):
@@ -50,14 +52,14 @@ class StopSignal:
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGRTMIN)
             if os.getppid() != _PARENT:
-                self._handle(signal.SIGTERM, None)
+                self._handle(signal.SIGRTMIN, None)
 
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum is None:
             self.signum = signum
-            name = signal.Signals(signum).name
+            name = signal.Signals(signum).name.replace("SIGRTMIN", "the launcher has ended")
             log.info("%s: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once", name)
         if signum in URGENT:
             now_sec = time.monotonic()

@@ -272,14 +272,20 @@ def learning_rate(train: Train, step: int) -> float:
         return train.lr * (step + 1) / warmup
     if train.schedule == "cosine":
         return train.lr * (1 + math.cos(math.pi * (step - warmup) / max(train.num_steps - warmup, 1))) / 2
-    return train.lr * (math.sqrt(max(warmup, 1) / (step + 1)) if train.schedule == "inverse_sqrt" else 1)
+    return train.lr * (math.sqrt(warmup / (step + 1)) if train.schedule == "inverse_sqrt" else 1)
 
 
 class Clock:
-    """A stopwatch that measures the training time in seconds and excludes pauses."""
+    """A stopwatch that measures the training time in seconds and excludes pauses. CUDA's peak memory restarts after a pause."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds, self._start_sec = device, 0.0, time.perf_counter()
+        self.device, self.seconds = device, 0.0
+        self._start()
+
+    def _start(self) -> None:
+        self._start_sec = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -287,4 +293,4 @@ class Clock:
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
         self.seconds += time.perf_counter() - self._start_sec
         yield
-        self._start_sec = time.perf_counter()
+        self._start()
