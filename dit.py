@@ -165,7 +165,7 @@ class DiT(nn.Module):
 
     block_class: type[nn.Module] = DiTBlock
     # Class of the module at a route's end, such as `extras.sprint.Fusion`. If it is None, `TokenRouter.end_route` ends the route.
-    route_end: type[nn.Module] | None = None
+    route_end_class: type[nn.Module] | None = None
 
     def __init__(
         self,
@@ -202,7 +202,8 @@ class DiT(nn.Module):
         self.router = TokenRouter(routes, depth)
         # Route modules are named after the route's blocks, so that weights cannot load into a route at other blocks.
         places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
-        self.route_ends = nn.ModuleDict({place: self.route_end(width) for place in places} if self.route_end else {})
+        ends = {place: self.route_end_class(width) for place in places} if self.route_end_class else {}
+        self.route_end_modules = nn.ModuleDict(ends)
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)
@@ -230,29 +231,29 @@ class DiT(nn.Module):
         y: Tensor,
         *,
         drop_labels: Tensor | None = None,
-        route_scores: Tensor | None = None,
+        route_noise: Tensor | None = None,
         route_inputs: Tensor | None = None,
         selection_ratios: float | Sequence[float] | None = None,
         generator: torch.Generator | None = None,
-        observe: Callable[[int, Tensor, Tensor | None], None] | None = None,
+        on_block: Callable[[int, Tensor, Tensor | None], None] | None = None,
     ) -> Tensor:
         """Args:
             x: Latents (B, C, H, W).
             t: Noise levels (B,) in the diffusion's own parameterisation, such as c_noise for EDM.
             y: Labels (B,) int64, 0 to num_classes, which is the null class. Out-of-range labels crash the process on a GPU.
             drop_labels: Mask (B,) bool of labels to replace with the null class. By default, training mode draws a random mask.
-            route_scores: Uniform random numbers (B, R, N) for the selection rule. By default, the network draws the scores.
-            route_inputs: Extra input (B, ...) for the `route_end` modules.
+            route_noise: Uniform noise (B, R, N) in [0, 1) for the selection rule. By default, the network draws the noise.
+            route_inputs: Extra input (B, ...) for the `route_end_class` modules.
             selection_ratios: Fraction of tokens that skip the routes (one number, or one per route), in training and evaluation
                 mode. At ratio 1, all tokens skip. By default, training mode uses the routes' ratios, and evaluation mode uses 0.
             generator: Generator for the random numbers that the network draws.
-            observe: Function to call after every block as observe(block number from 1, tokens, ids_keep). Outside a route, the
+            on_block: Function to call after every block as on_block(block number from 1, tokens, ids_keep). Outside a route, the
                 tokens are (B, N, D) and ids_keep is None. In a route, the tokens are (B, K, D) and ids_keep is (B, K) int64.
 
         Returns:
             Network output (B, out_channels, H, W).
 
-        Raise ValueError if t, y or drop_labels does not have shape (B,), or if the ratios or scores do not fit the routes.
+        Raise ValueError if t, y or drop_labels does not have shape (B,), or if the ratios or the noise do not fit the routes.
         """
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast silently
@@ -264,7 +265,7 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end]
+        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end_class]
         starts = {self.router.routes[i].start_layer_idx: i for i in active}  # maps block index to route index
         ends = {self.router.routes[i].end_layer_idx: i for i in active}
         in_fp32 = self.fp32_layers & {end + 1 for end in ends}
@@ -272,21 +273,21 @@ class DiT(nn.Module):
         ids_keep, all_tables = None, tables
         for i, block in enumerate(self.blocks):
             if i in starts:
-                scores = None if route_scores is None else route_scores[:, starts[i]]
-                skipped, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:  # at ratio 0, DDP still needs gradients for the `route_end` modules
-                    ids_keep = self.router.choose_ids_keep(h, ratio, scores=scores, generator=generator, rule=self.selection_rule)
+                noise = None if route_noise is None else route_noise[:, starts[i]]
+                x_before, ratio = h, ratios[starts[i]]  # (B, N, D)
+                if ratio > 0 or self.training:  # at ratio 0, DDP still needs gradients for the `route_end_class` modules
+                    ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             if h.shape[1] > 0:  # at ratio 1, no tokens enter the route
                 h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
-            if observe is not None:
-                observe(i + 1, h, ids_keep)
+            if on_block is not None:
+                on_block(i + 1, h, ids_keep)
             if i in ends:
-                if self.route_end:
-                    h = [*self.route_ends.values()][ends[i]](h, skipped, ids_keep, route_inputs)
+                if self.route_end_class:
+                    h = [*self.route_end_modules.values()][ends[i]](h, x_before, ids_keep, route_inputs)
                 else:
-                    h = self.router.end_route(h, skipped, ids_keep)  # (B, N, D)
+                    h = self.router.end_route(h, x_before, ids_keep)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
@@ -296,7 +297,7 @@ class DiT(nn.Module):
         """Draw the random keyword arguments of `forward` for one training step. Each argument has its own random stream."""
         draws = {"drop_labels": random("labels").rand() < self.class_dropout}
         if self.router.routes:
-            draws["route_scores"] = random("routes").rand(len(self.router.routes), self.num_tokens)
+            draws["route_noise"] = random("routes").rand(len(self.router.routes), self.num_tokens)
         return draws
 
     def token_tables(self) -> tuple[Tensor, ...]:

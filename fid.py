@@ -52,7 +52,7 @@ def main(cfg: FidConfig) -> None:
     cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
     images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
     if images is not None:
-        check_same(images.outline(), "images", images.path)
+        check_same(images.quick_fingerprint(), "images", images.path)
         if len(images) == 0:
             raise UserError(f"images={cfg.images} holds statistics but no images")
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
@@ -97,10 +97,10 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
 
 def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
-    """Fill in unset evaluation settings from the run's configuration. `weights` is filled in only for the run's own detector."""
+    """Fill in unset evaluation settings from the run. `detector_weights` applies only to the run's own detector."""
     given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
     if given["detector"] not in (None, stored.get("detector")):
-        stored["weights"] = None
+        stored["detector_weights"] = None
     evaluation = {key: value or stored.get(key) for key, value in given.items()}
     evaluation["background"] = evaluation["background"] or "white"
     update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": cfg.reference or stored.get("reference")}

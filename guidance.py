@@ -27,18 +27,18 @@ class GuidanceInputs:
     """Inputs of a guidance method for one batch of images.
 
     Attributes:
-        denoise: Function (x, level, y, *, selection_ratios=None, route_scores=None) -> D_x. selection_ratios is the fraction of
-            tokens that skip the network's routes, and route_scores (B, R, N) determine which tokens skip.
+        denoise: Function (x, level, y, *, selection_ratios=None, route_noise=None) -> D_x. selection_ratios is the fraction of
+            tokens that skip the network's routes, and route_noise (B, R, N) determines which tokens skip.
         num_classes: Number of classes, which is also the index of the null class.
         routes_shape: Number of routes and number of tokens, (R, N).
-        route_scores: Function that draws new scores (B, R, N). Row i depends only on image i's seed and the number of past calls.
-        weak: Denoiser for autoguidance's second network.
+        draw_route_noise: Function that draws new noise (B, R, N). Row i depends on image i's seed and the number of past calls.
+        weak: Denoiser for autoguidance's weak network.
     """
 
     denoise: Callable[..., Tensor]
     num_classes: int
     routes_shape: tuple[int, int] = (0, 0)
-    route_scores: Callable[[], Tensor] | None = None
+    draw_route_noise: Callable[[], Tensor] | None = None
     weak: Denoiser | None = None
 
 
@@ -96,8 +96,8 @@ def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, 
         raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
 
     def branches(ratios: tuple[float, ...], *batch: Tensor) -> list[Tensor]:
-        route_scores = inputs.route_scores() if any(ratios) else None
-        routings = ({"selection_ratios": ratio, "route_scores": route_scores} if ratio > 0 else {} for ratio in ratios)
+        route_noise = inputs.draw_route_noise() if any(ratios) else None
+        routings = ({"selection_ratios": ratio, "route_noise": route_noise} if ratio > 0 else {} for ratio in ratios)
         return [inputs.denoise(*batch, **routing) for routing in routings]
 
     return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, **bounds)
@@ -106,7 +106,7 @@ def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, 
 def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) -> Denoiser:
     """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak comes from a smaller or less trained network.
 
-    A weight w of 1 disables guidance. Raise ValueError if there is no second network.
+    A weight w of 1 disables guidance. Raise ValueError if there is no weak network.
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")

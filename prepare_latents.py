@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import UserError
-from common.files import whole_file
+from common.files import open_atomically
 from common.images import labelled_grid
-from common.types import AutoencoderSpec, Colour, Count, Positive, Text
+from common.types import AutoencoderSpec, Colour, PositiveFloat, PositiveInt, Text
 from configs import command_line
 
 if TYPE_CHECKING:
-    from latents.prepare.encode import Encoding
+    from latents.prepare.encode import EncodeConfig
 
 log = logging.getLogger("prepare_latents")
 
 
-def encode(encoding: Encoding) -> None:
+def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
     from latents.prepare.encode import NOT_IN_LATENTS, encode_images
@@ -46,41 +46,41 @@ def encode(encoding: Encoding) -> None:
     from runtime import processes
     from runtime.machine import cores_per_process, start_accelerator
 
-    encoding = replace(encoding, num_workers=cores_per_process() if encoding.num_workers is None else encoding.num_workers)
+    cfg = replace(cfg, num_workers=cores_per_process() if cfg.num_workers is None else cfg.num_workers)
     # Use a long timeout, because processes that finish early wait for the slowest process.
-    accelerator = start_accelerator(encoding.cpu_threads, tf32=encoding.tf32, timeout=timedelta(days=7))
-    if encoding.autoencoder == "identity" and encoding.kind == "moments":
+    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
+    if cfg.autoencoder == "identity" and cfg.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
-    if encoding.grey and encoding.autoencoder != "identity":
-        raise UserError(f"grey=true: autoencoder={encoding.autoencoder} encodes RGB; use autoencoder=identity")
-    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(encoding, key)]) > 1:
+    if cfg.grey and cfg.autoencoder != "identity":
+        raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
+    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(cfg, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
     # Only rank 0 lists the images, so that the other ranks do not look up every file on a shared disk.
-    source = processes.on_main(lambda: open_labelled_images(encoding.images, encoding.labels, encoding.part))
-    processes.check_same(source.fingerprint(0, 1), "images", Path(encoding.images))
-    if Path(encoding.images).resolve() in (Path(encoding.output).resolve(), *Path(encoding.output).resolve().parents):
-        raise UserError(f"output={encoding.output} is inside images={encoding.images}; give a folder elsewhere")
+    source = processes.on_main(lambda: open_labelled_images(cfg.images, cfg.labels, cfg.part))
+    processes.check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
+    if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
+        raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
     try:
-        vae = autoencoders.build(encoding.autoencoder, accelerator.device, precision=encoding.precision)
+        vae = autoencoders.build(cfg.autoencoder, accelerator.device, precision=cfg.precision)
     except UserError as e:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
-    if encoding.resolution % vae.factor:
-        raise UserError(f"resolution={encoding.resolution} is not a multiple of {vae.factor}, the downsampling factor")
-    num_classes = count_classes(source.labels, encoding.num_classes, source.class_names)
-    statistics = read_channel_statistics(Path(encoding.latents_stats), vae.channels) if encoding.latents_stats else ()
-    scale_factor = 1.0 if encoding.normalize or statistics else vae.scale_factor
-    info = ShardInfo(encoding.kind, scale_factor, encoding.autoencoder, encoding.resolution, num_classes, *statistics)
-    settings = {name: value for name, value in asdict(encoding).items() if name not in NOT_IN_LATENTS}
+    if cfg.resolution % vae.downsampling:
+        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
+    num_classes = count_classes(source.labels, cfg.num_classes, source.class_names)
+    statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
+    scale_factor = 1.0 if cfg.normalize or statistics else vae.scale_factor
+    info = ShardInfo(cfg.kind, scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
 
     def hash_items(*bounds: int) -> str:
         return processes.on_main(lambda: source.fingerprint(*bounds))
 
-    writer = ShardWriter(encoding.output, settings, hash_items, len(source), encoding.shard_size, encoding.dtype)
-    encode_images(source, vae, writer, info, encoding, accelerator)
+    writer = ShardWriter(cfg.output, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
+    encode_images(source, vae, writer, info, cfg, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, encoding.normalize, encoding.sigma_data, source=encoding.images, unread=source.unread)
+        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source=cfg.images, unread=source.unread)
     processes.leave()
 
 
@@ -89,8 +89,8 @@ def inspect(
     images: Text | None = None,
     autoencoder: AutoencoderSpec | None = None,
     grid: Text = "auto",
-    sigma_data: Positive = 0.5,
-    cpu_threads: Count | None = None,
+    sigma_data: PositiveFloat = 0.5,
+    cpu_threads: PositiveInt | None = None,
 ) -> None:
     """Read all latents, print a summary, and save a grid of 16 decoded latents. Exit with code 1 if there are problems.
 
@@ -111,7 +111,7 @@ def inspect(
     file = Path(grid)
     if grid == "auto":
         folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / f"inspect_{dataset.identity[:8]}.png"
+        file = folder / f"inspect_{dataset.fingerprint[:8]}.png"
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
@@ -130,7 +130,7 @@ def inspect(
             decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
             num_columns = 8
         try:
-            with whole_file(file) as f:
+            with open_atomically(file) as f:
                 labelled_grid(decoded, labels, num_columns).save(f)
             log.info("drew %d latents in %s", len(latents), file)
         except UserError as e:
@@ -140,7 +140,7 @@ def inspect(
     log.info("no problems were found")
 
 
-def reference(images: Text, output: Text, resolution: Count | None = None, background: Colour = "white") -> None:
+def reference(images: Text, output: Text, resolution: PositiveInt | None = None, background: Colour = "white") -> None:
     """Write images to an .npz file, which fid.py uses as a reference. The first evaluation caches the features of the reference.
 
     Args:
@@ -168,7 +168,7 @@ def reference(images: Text, output: Text, resolution: Count | None = None, backg
     log.info("wrote %s", output)
 
 
-def detector(reference: Text, output: Text, num_epochs: Count = 8, cpu_threads: Count | None = None) -> None:
+def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_threads: PositiveInt | None = None) -> None:
     """Train a small classifier on small labelled images. Set evaluation.detector=small-<set> to use the classifier as a detector.
 
     Args:
@@ -191,7 +191,7 @@ COMMANDS = {
     "detector": "prepare_latents:detector",
     "fetch": "latents.prepare.fetch:fetch",
 }
-KEYS = {"encode": "latents.prepare.encode:Encoding", "convert": "latents.prepare.convert:Conversion"}
+KEYS = {"encode": "latents.prepare.encode:EncodeConfig", "convert": "latents.prepare.convert:ConvertConfig"}
 
 
 def main(arguments: list[str]) -> None:

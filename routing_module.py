@@ -28,18 +28,18 @@ class Route:
     end_layer_idx: int
 
 
-# A selection rule maps tokens (B, N, D) and uniform random numbers (B, N) to finite scores (B, N). The tokens with the highest
+# A selection rule maps tokens (B, N, D) and uniform noise (B, N) in [0, 1) to finite scores (B, N). The tokens with the highest
 # scores stay in the route. NaN scores would rank highest. The code has no NaN check, because a check would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
-def uniform_scores(x: Tensor, uniform: Tensor) -> Tensor:
-    """Return `uniform` as the scores, so that every subset of tokens is equally likely (TREAD, section 3)."""
-    return uniform
+def uniform_scores(x: Tensor, noise: Tensor) -> Tensor:
+    """Return `noise` as the scores, so that every subset of tokens is equally likely (TREAD, section 3)."""
+    return noise
 
 
-def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, inverse: bool = False) -> Tensor:
-    """Return (1 - weight) * uniform + weight * norm in float32, so that tokens with a large L1 norm stay more often.
+def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse: bool = False) -> Tensor:
+    """Return (1 - weight) * noise + weight * norm in float32, so that tokens with a large L1 norm stay more often.
 
     Each sample's norms are scaled to [0, 1], so that the norms have equal influence at every depth. The scores have no gradient.
 
@@ -53,7 +53,7 @@ def importance_scores(x: Tensor, uniform: Tensor, weight: float = 0.5, *, invers
         norm = (norm - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
         if inverse:
             norm = 1 - norm
-        return (1 - weight) * uniform + weight * norm
+        return (1 - weight) * noise + weight * norm
 
 
 # Selection rules by name, for `attach(selection=...)` and the key `model.selection`, which also accepts `grid`.
@@ -71,9 +71,9 @@ def _check_ratio(name: str, ratio: float) -> None:
         raise ValueError(f"{name}={ratio!r} must be a number in [0, 1]: the fraction of tokens that skip the route")
 
 
-def apply_rule(rule: SelectionRule, x: Tensor, uniform: Tensor) -> Tensor:
+def apply_rule(rule: SelectionRule, x: Tensor, noise: Tensor) -> Tensor:
     """Return the rule's scores (B, N) for the tokens x (B, N, D). Raise ValueError if the scores do not have shape (B, N)."""
-    scores = rule(x, uniform)
+    scores = rule(x, noise)
     if scores.shape != x.shape[:2]:
         raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
     return scores
@@ -124,7 +124,7 @@ class TokenRouter:
         x: Tensor,
         selection_ratio: float,
         *,
-        scores: Tensor | None = None,
+        noise: Tensor | None = None,
         generator: torch.Generator | None = None,
         rule: SelectionRule = uniform_scores,
     ) -> Tensor:
@@ -133,21 +133,21 @@ class TokenRouter:
         Args:
             x: Tokens (B, N, D) at the start of the route.
             selection_ratio: Fraction of the tokens that skip the route.
-            scores: Independent uniform numbers (B, N) in [0, 1) for the rule. By default, the method draws them from `generator`.
+            noise: Independent uniform noise (B, N) in [0, 1) for the rule. By default, the method draws it from `generator`.
             rule: Selection rule, such as a value of `SELECTIONS`.
 
         Returns:
             Positions (B, K) int64 of the tokens that stay. The positions ascend, so that `start_route` reads memory in order.
 
         Raises:
-            ValueError: If the ratio is outside [0, 1], or if scores from the caller or the rule have a wrong shape.
+            ValueError: If the ratio is outside [0, 1], or if the noise or the scores have a wrong shape.
         """
         B, N = x.shape[:2]
-        if scores is None:
-            scores = torch.rand(B, N, device=x.device, generator=generator)
-        elif scores.shape != (B, N):
-            raise ValueError(f"scores have shape {tuple(scores.shape)}, the tokens need {(B, N)}")
-        return TokenRouter.keep_highest(apply_rule(rule, x, scores), num_kept_tokens(N, selection_ratio))
+        if noise is None:
+            noise = torch.rand(B, N, device=x.device, generator=generator)
+        elif noise.shape != (B, N):
+            raise ValueError(f"noise has shape {tuple(noise.shape)}, the tokens need {(B, N)}")
+        return TokenRouter.keep_highest(apply_rule(rule, x, noise), num_kept_tokens(N, selection_ratio))
 
     @staticmethod
     def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
@@ -163,19 +163,19 @@ class TokenRouter:
         return x.gather(1, index)
 
     @staticmethod
-    def end_route(x: Tensor, skipped: Tensor, ids_keep: Tensor) -> Tensor:
+    def end_route(x: Tensor, x_before: Tensor, ids_keep: Tensor) -> Tensor:
         """Put the kept tokens back at their original positions among the tokens that skipped the route.
 
         Args:
             x: Kept tokens (B, K, D) after the window.
-            skipped: All tokens (B, N, D) before the window. The method does not modify this tensor.
+            x_before: All tokens (B, N, D) before the window. The method does not modify this tensor.
             ids_keep: Positions (B, K) from `choose_ids_keep`.
 
         Returns:
-            All tokens (B, N, D). Tokens that skipped the route are bit-identical to `skipped`. Gradients flow to x and skipped.
+            All tokens (B, N, D). Tokens that skipped the route are bit-identical to `x_before`. Gradients flow to x and x_before.
         """
-        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(skipped), *skipped.shape[2:]):  # x could broadcast
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, skipped, ids_keep))
-            raise ValueError(f"x, skipped and ids_keep of shapes {shapes} do not belong to one route")
+        if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(x_before), *x_before.shape[2:]):  # x could broadcast
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, x_before, ids_keep))
+            raise ValueError(f"x, x_before and ids_keep of shapes {shapes} do not belong to one route")
         index = ids_keep.unsqueeze(-1).expand_as(x)
-        return skipped.scatter(1, index, x.to(skipped.dtype))  # (B, N, D)
+        return x_before.scatter(1, index, x.to(x_before.dtype))  # (B, N, D)

@@ -20,8 +20,8 @@ import numpy as np
 from omegaconf import OmegaConf
 from PIL import Image
 
-from common.errors import UserError, reading
-from common.files import hash_bytes, is_leftover, lock_file, whole_file, write_file
+from common.errors import UserError, as_user_error
+from common.files import hash_bytes, is_leftover, lock_file, open_atomically, write_atomically
 from common.images import labelled_grid
 from common.progress import progress_bar
 from configs import command_line
@@ -119,9 +119,9 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
     lock = lock_file(output / ".lock", "sampling into", "output")
     if not file.exists():
-        write_file(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
+        write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
         return lock
-    with reading(f"{file} (choose another output=...)"):
+    with as_user_error(f"{file} (choose another output=...)"):
         changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
     if changed:
         raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
@@ -134,7 +134,7 @@ def make_images(
     """Sample an image for each entry {seed: label} of `labels` and write a PNG file. A PNG file appears only when complete."""
 
     def write(seed: int, image: np.ndarray) -> None:
-        with whole_file(files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
+        with open_atomically(files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
     seeds, writing = list(labels), iter(())
@@ -159,12 +159,12 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
         spec = f"{len(seeds)}_{hash_bytes(repr(seeds).encode())[:8]}"
 
     def read(seed: int) -> np.ndarray:
-        with reading(f"{files[seed]} (remove it and run the same command to make it again)"):
+        with as_user_error(f"{files[seed]} (remove it and run the same command to make it again)"):
             return np.asarray(Image.open(files[seed]).convert("RGB"))
 
     shown = seeds[:MAX_GRID_IMAGES]
     grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])
-    with whole_file(output / f"grid_{spec}.png") as f:
+    with open_atomically(output / f"grid_{spec}.png") as f:
         grid.save(f, format="PNG")
     log.info("grid     %s", output / f"grid_{spec}.png")
     if npz:

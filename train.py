@@ -34,8 +34,9 @@ def main(cfg: TrainConfig) -> None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, saving, start
+    from training import build, saving
     from training.parallel import check_processes
+    from training.start import record_start
     from training.trainer import Trainer
 
     # Check the configuration, the data and the initial checkpoint before any slow work.
@@ -45,7 +46,7 @@ def main(cfg: TrainConfig) -> None:
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
     train = cfg.train
     accelerator = start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision, log_with=log_with)
-    processes.check_same(dataset.identity, "data.path", dataset.path)
+    processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes, accelerator.distributed_type)
     check_machine(train, accelerator.device)
     run = RunFolder(cfg.output_dir, cfg.name)
@@ -68,7 +69,7 @@ def main(cfg: TrainConfig) -> None:
         saving.resume(trainer, newest)
     elif initial is not None:
         saving.init_from(trainer, initial, cfg.init_state)
-    start.record(trainer, run)
+    record_start(trainer, run)
     is_complete = trainer.train()
     run.close()
     for tracker in accelerator.trackers:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from common.files import lock_file, read_lines, remove_leftovers, write_file
+from common.files import lock_file, read_lines, remove_leftovers, write_atomically
 
 
 class RunFolder:
@@ -31,13 +31,13 @@ class RunFolder:
 
     def write_config(self, config: dict) -> None:
         """Write the run's resolved configuration to config.yaml."""
-        write_file(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
         """Return the run's Weights & Biases ID, which stays the same when the run resumes."""
         file = self.path / "wandb_id"
         if not file.exists():
-            write_file(file, secrets.token_hex(4))
+            write_atomically(file, secrets.token_hex(4))
         return file.read_text(encoding="utf-8").strip()
 
     def has_evaluation(self, about: dict) -> bool:
@@ -47,7 +47,7 @@ class RunFolder:
     def keep_until(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
         kept = [line for line in read_lines(self.metrics) if line.get("step", 0) <= step]
-        write_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for file in self.samples.glob("step_*.png"):
             number = file.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import log_if_slow
 
@@ -58,7 +58,7 @@ def folder_name(step: int) -> str:
 
 def list_steps(root: Path) -> dict[int, Path]:
     """Map steps to checkpoint folders in `root`, in ascending order. Temporary and renamed (damaged) folders are excluded."""
-    with reading(root):  # `glob` would silently return nothing for an unreadable folder
+    with as_user_error(root):  # `glob` would silently return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
@@ -124,14 +124,14 @@ def verify(folder: Path) -> None:
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
     file = folder / MANIFEST
-    with reading(file):
+    with as_user_error(file):
         if not file.is_file():
             raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         expected = dict.fromkeys(FILES) | {name: entry["blake2b"] for name, entry in manifest.items()}
     with log_if_slow(log, "comparing %s with its checksums", folder):
         for file, digest in ((folder / name, digest) for name, digest in expected.items()):
-            with reading(file):
+            with as_user_error(file):
                 if digest is None or not file.is_file():
                     raise UserError(f"{file} is missing")
                 if hash_file(file) != digest:
@@ -142,7 +142,7 @@ def verify(folder: Path) -> None:
 
 
 def _read_state(folder: Path) -> dict:
-    with reading(folder / "state.json"):
+    with as_user_error(folder / "state.json"):
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no step")
@@ -171,7 +171,7 @@ def hash_checkpoint(folder: Path) -> str:
 
 def read_config(folder: Path) -> dict:
     """Return the resolved training configuration that a checkpoint stores."""
-    with reading(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
+    with as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
         if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
         return config
@@ -179,20 +179,20 @@ def read_config(folder: Path) -> dict:
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
-    with reading(folder / WEIGHTS[weights]):
+    with as_user_error(folder / WEIGHTS[weights]):
         return load_file(folder / WEIGHTS[weights])
 
 
 def load(folder: Path) -> Checkpoint:
     """Load a checkpoint. If a file cannot be read, raise UserError with the name of the file."""
     state = _read_state(folder)
-    with reading(folder / "optimizer.pt"):
+    with as_user_error(folder / "optimizer.pt"):
         optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(optimizer, dict):
             raise ValueError("it holds no state of an optimizer")
     optional = {}
     for name in OPTIONAL:
-        with reading(file := folder / f"{name}.safetensors"):
+        with as_user_error(file := folder / f"{name}.safetensors"):
             optional[name] = load_file(file) if file.exists() else None
     model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
     return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **optional)

@@ -17,7 +17,7 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def reading(source: object) -> Iterator[None]:
+def as_user_error(source: object) -> Iterator[None]:
     """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception."""
     try:
         yield

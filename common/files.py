@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from filelock import lock_descriptor
 
-from common.errors import UserError, first_line, reading
+from common.errors import UserError, as_user_error, first_line
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def why_not_written(path: Path, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
+def open_atomically(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
     """Open a temporary file for writing, and rename it to `path` when the content is complete and on disk. Create the folder.
 
     With flush=False, the system decides when the content reaches the disk. Use flush=False for files that can be recreated.
@@ -61,9 +61,9 @@ def whole_file(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
 
 
-def write_file(path: Path, content: bytes | str) -> None:
+def write_atomically(path: Path, content: bytes | str) -> None:
     """Write `content` to a file atomically. Raises UserError if the write fails."""
-    with whole_file(path) as f:
+    with open_atomically(path) as f:
         f.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -127,7 +127,7 @@ def append_line(path: Path, record: dict) -> None:
 
 def read_lines(path: Path) -> Iterator[dict]:
     """Yield the complete objects in a JSON-lines file. A missing file yields nothing. Raises UserError if reading fails."""
-    with reading(path):
+    with as_user_error(path):
         content = path.read_bytes() if path.exists() else b""
     for line in content.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
@@ -137,7 +137,7 @@ def read_lines(path: Path) -> Iterator[dict]:
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or is not valid JSON."""
-    with reading(path):
+    with as_user_error(path):
         return json.loads(path.read_bytes())
 
 

@@ -53,16 +53,16 @@ class StepRandom(SampleRandom):
     """Random numbers for one training step. The numbers depend only on the seed, step, stream and row of the global batch.
 
     Every process draws numbers for the global batch (`batch_size` rows) on its device and returns the rows of its micro-batch
-    (`part`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
+    (`rows`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
     Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
     """
 
-    def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
-        self.batch_size, self.part, self.device = batch_size, part, device
+    def __init__(self, seed: int, step: int, stream: str, batch_size: int, rows: slice, device: torch.device):
+        self.batch_size, self.rows, self.device = batch_size, rows, device
         self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.part]
+        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
 
 
 class SeedRandom(SampleRandom):
@@ -78,7 +78,7 @@ class SeedRandom(SampleRandom):
         return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
 
 
-class EvenRandom(SeedRandom):
+class StratifiedRandom(SeedRandom):
     """Variant of SeedRandom for items 0, 1, ... of a data set. Numbers without a shape cover their distribution evenly.
 
     The number for item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces each tenth's numbers evenly.

@@ -30,12 +30,12 @@ def _number(value: object) -> object:
 
 _NUMBER = BeforeValidator(_number)
 # The upper bounds far exceed all sensible values. A typing mistake therefore raises an error instead of running forever.
-Whole = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
-Count = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
+PositiveInt = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
 Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's num_steps
-Number = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
-Positive = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
-NotNegative = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
 Text = Annotated[str, Field(min_length=1)]
 Colour = Annotated[str, AfterValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
 AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]

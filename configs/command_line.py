@@ -56,8 +56,8 @@ def format_error(error: Exception) -> str | None:
     return None
 
 
-def run(main: Callable[[S], None], config_name: str, settings: type[S], description: str) -> None:
-    """Compose configs/<config_name>.yaml with the command line, validate the result as `settings`, and call `main` in `guard`.
+def run(main: Callable[[S], None], config_name: str, settings_class: type[S], description: str) -> None:
+    """Compose configs/<config_name>.yaml with the command line, validate it as `settings_class`, and call `main` in `guard`.
 
     `--help` prints `description` and all keys. `--help` and the check for unknown keys do not import torch, which takes seconds.
     """
@@ -70,23 +70,23 @@ def run(main: Callable[[S], None], config_name: str, settings: type[S], descript
     if given.cfg:
         guard(lambda: sys.stdout.write(OmegaConf.to_yaml(compose_overrides(given.overrides, config_name))))
     elif given.multirun:
-        guard(partial(sweep, main, config_name, settings, given.overrides))
+        guard(partial(sweep, main, config_name, settings_class, given.overrides))
     else:
-        guard(lambda: main(check(compose_overrides(given.overrides, config_name), settings, given.overrides)))
+        guard(lambda: main(parse_config(compose_overrides(given.overrides, config_name), settings_class, given.overrides)))
     if processes := sys.modules.get("runtime.processes"):  # imported only if a command has run
         processes.leave()
 
 
-def sweep(main: Callable[[S], None], config_name: str, settings: type[S], overrides: Sequence[str]) -> None:
+def sweep(main: Callable[[S], None], config_name: str, settings_class: type[S], overrides: Sequence[str]) -> None:
     """Call `main` for every combination of the comma-separated values.
 
     All runs are checked before the first run starts. If a run fails, the sweep continues and prints all errors at the end. With
     several processes, the first error ends the sweep, because the other processes may still be executing the failed run.
-    Raises UserError if `check` rejects a run, or if two runs would use the same folder.
+    Raises UserError if `parse_config` rejects a run, or if two runs would use the same folder.
     """
     runs: dict[str, tuple[str, S]] = {}  # run folder -> (overrides, settings)
     for typed in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(overrides)), None)[0]:
-        words, cfg = " ".join(typed), check(compose_overrides(typed, config_name), settings, typed)
+        words, cfg = " ".join(typed), parse_config(compose_overrides(typed, config_name), settings_class, typed)
         folder = f"{cfg.output_dir}/{cfg.name}" if hasattr(cfg, "name") else words
         if folder in runs:
             raise UserError(f"two runs of the sweep have the folder {folder}: {runs[folder][0]} and {words}; set name=...")
@@ -110,7 +110,7 @@ def explain_keys(config_name: str) -> str:
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
-def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=",)) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = ("name=",)) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings. Raises UserError for wrong keys.
 
     Args:
@@ -120,7 +120,7 @@ def check(cfg: DictConfig, settings: type[S], overrides: Sequence[str] = ("name=
         raw = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    return validate(raw, settings).named(overrides)
+    return validate(raw, settings_class).named(overrides)
 
 
 def run_command(commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None) -> None:
@@ -142,8 +142,8 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
         sys.stdout.write(source_of(kind or commands[name]))
         return
     function = resolve_name(commands[name])
-    taker = resolve_name(kind) if kind else function
-    parameters = inspect.signature(taker, eval_str=True).parameters.values()
+    target = resolve_name(kind) if kind else function
+    parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     for argument in given:
         if "=" not in argument:
@@ -153,7 +153,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     except (YAMLError, OmegaConfBaseException, ValueError) as e:
         raise UserError(" ".join(str(e).split())) from e
     values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
-    function(taker(**values)) if kind else function(**values)
+    function(target(**values)) if kind else function(**values)
 
 
 def source_of(what: str) -> str:

@@ -65,7 +65,7 @@ FASHION = """
     train.num_steps=6000 train.batch_size=64 train.lr=4e-3 train.ema_decay=0.9995 train.precision=fp32 train.compile=blocks
     checkpoint.every=1000 checkpoint.keep_last=1 checkpoint.keep_every=0 sample.every=2000
     eval.every=1000 eval.num_samples=1000 eval.num_steps=12 eval.cfg_scales=[1.0] eval.batch_size=100
-    evaluation.detector=small-fashion evaluation.weights=evaluations/fashion_detector.safetensors
+    evaluation.detector=small-fashion evaluation.detector_weights=evaluations/fashion_detector.safetensors
     evaluation.reference=references/fashion.npz
 """
 

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from common.detectors import small_set
 from common.errors import UserError
 from common.files import hash_bytes
-from common.types import AutoencoderSpec, Colour, Count, NotNegative, Number, Positive, Text, Whole
+from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
@@ -76,7 +76,7 @@ EMALength = Annotated[float, Field(gt=0, le=0.28)]  # see extras.posthoc_ema
 class RouteSettings(Settings):
     """Arguments of `routing_module.Route`. `TokenRouter` checks that a route fits the network."""
 
-    selection_ratio: Number
+    selection_ratio: FiniteFloat
     start_layer_idx: int
     end_layer_idx: int
 
@@ -115,14 +115,14 @@ class Data(Settings):
     name: FolderName
     path: Text | None
     autoencoder: AutoencoderSpec | None
-    in_channels: Count | None
-    input_size: Count | None
-    num_classes: Count | None
-    num_workers: Whole
-    scale_factor: Positive | None = None
-    latents_mean: list[Number] | None = None
-    latents_std: list[Positive] | None = None
-    resolution: Count | None = None
+    in_channels: PositiveInt | None
+    input_size: PositiveInt | None
+    num_classes: PositiveInt | None
+    num_workers: NonNegativeInt
+    scale_factor: PositiveFloat | None = None
+    latents_mean: list[FiniteFloat] | None = None
+    latents_std: list[PositiveFloat] | None = None
+    resolution: PositiveInt | None = None
 
 
 class NoChoice(Settings):
@@ -132,10 +132,10 @@ class NoChoice(Settings):
 class REPASettings(Settings):
     name: Literal["repa"]
     encoder: Text
-    weights: Text | None
-    block: Count
-    weight: Positive
-    projector_width: Count
+    encoder_weights: Text | None
+    block: PositiveInt
+    weight: PositiveFloat
+    projector_width: PositiveInt
 
 
 Alignment = Annotated[NoChoice | REPASettings, Field(discriminator="name")]
@@ -143,29 +143,29 @@ Alignment = Annotated[NoChoice | REPASettings, Field(discriminator="name")]
 
 class CFG(Settings):
     name: Literal["cfg"]
-    cfg_scale: Number
-    channels: Count | None = None
+    cfg_scale: FiniteFloat
+    channels: PositiveInt | None = None
 
 
 class Interval(CFG):
     name: Literal["interval"]
-    level_lo: NotNegative
-    level_hi: NotNegative
+    level_lo: NonNegativeFloat
+    level_hi: NonNegativeFloat
 
 
 class Bounded(Settings):
-    level_lo: NotNegative | None
-    level_hi: NotNegative | None
+    level_lo: NonNegativeFloat | None
+    level_hi: NonNegativeFloat | None
 
 
 class PathDrop(Bounded):
     name: Literal["path_drop"]
-    cfg_scale: Number
+    cfg_scale: FiniteFloat
 
 
 class Sparse(Bounded):
     name: Literal["sparse"]
-    w: Number
+    w: FiniteFloat
     r_strong: Fraction
     r_weak: Fraction
 
@@ -174,32 +174,32 @@ class Autoguidance(Bounded):
     name: Literal["autoguidance"]
     checkpoint: Checkpoint
     weights: Weights
-    w: Number
+    w: FiniteFloat
 
 
 Guidance = Annotated[NoChoice | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
 
 
 class Train(Settings):
-    num_steps: Count | None  # `training.build.fill_in_lengths` computes lengths that are None
-    batch_size: Count
-    grad_accum_steps: Count
-    lr: Positive
-    warmup_steps: Whole
+    num_steps: PositiveInt | None  # `training.build.fill_in_lengths` computes lengths that are None
+    batch_size: PositiveInt
+    grad_accum_steps: PositiveInt
+    lr: PositiveFloat
+    warmup_steps: NonNegativeInt
     schedule: Literal["constant", "cosine", "inverse_sqrt"]
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)]
-    weight_decay: NotNegative
-    grad_clip_norm: Positive | None
+    weight_decay: NonNegativeFloat
+    grad_clip_norm: PositiveFloat | None
     ema_decay: Fraction | None
     ema_lengths: list[EMALength]
-    ema_snapshot_every: Count | None
+    ema_snapshot_every: PositiveInt | None
     precision: Precision
     tf32: bool
     compile: Compile
     activation_checkpointing: Literal["none", "blocks"]
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)]
-    cpu_threads: Count | None
-    log_every: Count
+    cpu_threads: PositiveInt | None
+    log_every: PositiveInt
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Train:
@@ -209,34 +209,34 @@ class Train(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: Count | None
-    keep_last: Count
-    keep_every: Whole
+    every: PositiveInt | None
+    keep_last: PositiveInt
+    keep_every: NonNegativeInt
 
 
 class Sample(Settings):
-    every: Whole | None
+    every: NonNegativeInt | None
     num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one grid shows all samples
-    batch_size: Count
+    batch_size: PositiveInt
     precision: Precision
     rounding: Literal["round", "truncate"]
 
 
 class Eval(Settings):
-    every: Whole | None
-    num_samples: Count
-    final_num_samples: Count | None
+    every: NonNegativeInt | None
+    num_samples: PositiveInt
+    final_num_samples: PositiveInt | None
     labels: Labels
-    cfg_scales: Annotated[list[Number], Field(min_length=1)]
-    num_steps: Count | None
-    batch_size: Count
+    cfg_scales: Annotated[list[FiniteFloat], Field(min_length=1)]
+    num_steps: PositiveInt | None
+    batch_size: PositiveInt
     precision: Precision
     validation: Text | None
 
 
 class EvaluationSettings(Settings):
     detector: OneOrMany[Detector] | None
-    weights: Text | None
+    detector_weights: Text | None
     dinov2_weights: Text | None
     background: Colour | None
     reference: Text | None = None
@@ -286,7 +286,7 @@ class TrainConfig(Settings):
     def named(self, overrides: Sequence[str]) -> TrainConfig:
         """Name the run after its default name and the typed keys with their values, unless the user typed a name.
 
-        The name omits keys that have no role or the role COMPARED, such as train.num_steps. The name also omits keys that the
+        The name omits keys that have no role or the role CHANGE_ALLOWED, such as train.num_steps. It also omits keys that the
         default name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
         """
         typed = dict.fromkeys(override.lstrip("+~").partition("=")[0] for override in overrides)
@@ -295,7 +295,7 @@ class TrainConfig(Settings):
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
         values, words = flatten(self.model_dump()), [self.name]
         for key in typed:
-            if find_role(key) not in (None, Role.COMPARED) and key not in in_default:
+            if find_role(key) not in (None, Role.CHANGE_ALLOWED) and key not in in_default:
                 value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
@@ -318,22 +318,22 @@ class _Sampling(Settings):
     output: Text | None
     labels: Labels
     autoencoder: AutoencoderSpec | None
-    batch_size: Count
+    batch_size: PositiveInt
     precision: Precision | None
     tf32: bool
     compile: Compile
-    cpu_threads: Count | None
+    cpu_threads: PositiveInt | None
 
 
 class SampleConfig(_Sampling):
     checkpoint: Checkpoint
     weights: Weights
     ema_length: EMALength | None
-    num_samples: Count | None
+    num_samples: PositiveInt | None
     seeds: Numbers | None
     classes: Numbers | None
     guidance: Guidance
-    cfg_scale: Number | None
+    cfg_scale: FiniteFloat | None
     npz: bool
 
 
@@ -347,12 +347,12 @@ class FidConfig(_Sampling):
     checkpoints: Text | None
     images: Text | None
     reference: Text | None
-    num_samples: Count | None
-    first_seed: Whole
+    num_samples: PositiveInt | None
+    first_seed: NonNegativeInt
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
     guidance: Annotated[list[Guidance], Field(min_length=1), BeforeValidator(combinations)]  # values may be lists
-    cfg_scale: OneOrMany[Number] | None
+    cfg_scale: OneOrMany[FiniteFloat] | None
     convert_to_rgb: bool
     evaluation: EvaluationSettings
 
@@ -373,28 +373,28 @@ class Role(Enum):
 
     ARCHITECTURE = "must be equal wherever the weights are used: init_from, autoguidance, resume"
     FIXED = "is fixed when the run starts"
-    STARTED = "is fixed when the run starts, but does not affect its figures"
-    NOTED = "may change on a resume, which logs the change; it distinguishes experiments"
-    COMPARED = "may change on a resume; it distinguishes experiments"
+    FIXED_NO_EFFECT = "is fixed when the run starts, but does not affect its figures"
+    CHANGE_LOGGED = "may change on a resume, which logs the change; it distinguishes experiments"
+    CHANGE_ALLOWED = "may change on a resume; it distinguishes experiments"
 
 
-SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.STARTED)
+SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.FIXED_NO_EFFECT)
 _ROLES = {  # a group's role applies to all unlisted keys in the group
     Role.ARCHITECTURE: (
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
     ),
     Role.FIXED: ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size"),
-    Role.STARTED: ("train.ema_lengths",),
-    Role.NOTED: (
+    Role.FIXED_NO_EFFECT: ("train.ema_lengths",),
+    Role.CHANGE_LOGGED: (
         "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",
         "train.ema_decay", "train.precision", "train.tf32",
     ),
-    Role.COMPARED: (
+    Role.CHANGE_ALLOWED: (
         "data.name", "data.resolution", "data.autoencoder", "diffusion.sampler", "sample.rounding", "train.num_steps",
         "eval.num_steps", "eval.labels", "eval.precision", "evaluation.detector",
     ),
-    None: ("alignment.weights",),
+    None: ("alignment.encoder_weights",),
 }  # fmt: skip
 _ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
 

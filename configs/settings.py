@@ -37,12 +37,12 @@ def as_list(value: T | list[T]) -> list[T]:
 
 def validate(raw: dict, settings: type[S]) -> S:
     """Convert `raw` to validated settings. Raises UserError with one line for every wrong key."""
-    with explained(raw, known={**flatten(raw), **settings.model_fields}):
+    with as_user_error_by_key(raw, known={**flatten(raw), **settings.model_fields}):
         return settings.model_validate(raw)
 
 
 @contextlib.contextmanager
-def explained(raw: dict, known: Iterable[str]) -> Iterator[None]:
+def as_user_error_by_key(raw: dict, known: Iterable[str]) -> Iterator[None]:
     """Convert a pydantic ValidationError in the `with` block to a UserError with one line for every wrong key.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import Number, Positive, settings
+from common.types import FiniteFloat, PositiveFloat, settings
 from edm.sampler import HeunSampler
 
 
@@ -25,9 +25,9 @@ class EDM:
         sampler: Heun sampler and its settings.
     """
 
-    sigma_data: Positive = 0.5
-    P_mean: Number = -1.2
-    P_std: Positive = 1.2
+    sigma_data: PositiveFloat = 0.5
+    P_mean: FiniteFloat = -1.2
+    P_std: PositiveFloat = 1.2
     sampler: HeunSampler = HeunSampler()
     name: Literal["edm"] = "edm"  # selected with diffusion=edm
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import NotNegative, Positive, Steps, settings
+from common.types import NonNegativeFloat, PositiveFloat, Steps, settings
 
 
 @settings
@@ -29,13 +29,13 @@ class HeunSampler:
     """
 
     num_steps: Steps = 40
-    sigma_min: Positive = 0.002
-    sigma_max: Positive = 80.0
-    rho: Positive = 7.0
-    S_churn: NotNegative = 0.0
-    S_min: NotNegative = 0.0
+    sigma_min: PositiveFloat = 0.002
+    sigma_max: PositiveFloat = 80.0
+    rho: PositiveFloat = 7.0
+    S_churn: NonNegativeFloat = 0.0
+    S_min: NonNegativeFloat = 0.0
     S_max: Annotated[float, Field(ge=0)] = math.inf
-    S_noise: NotNegative = 1.0
+    S_noise: NonNegativeFloat = 1.0
 
     def __post_init__(self):
         if self.sigma_min >= self.sigma_max:

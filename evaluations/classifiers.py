@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.detectors import small_set
-from common.errors import UserError, reading
-from common.files import hash_file, write_file
+from common.errors import UserError, as_user_error
+from common.files import hash_file, write_atomically
 from common.progress import progress_bar
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
@@ -80,7 +80,7 @@ class ClassifierDetector:
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
         self.name, self.device = name, torch.device(device)
-        with reading(f"evaluation.weights={weights}"), safe_open(weights, framework="pt") as f:
+        with as_user_error(f"evaluation.detector_weights={weights}"), safe_open(weights, framework="pt") as f:
             about = json.loads(f.metadata()["about"])
             if about["detector"] != name:
                 raise ValueError(f"it belongs to {about['detector']}, not to evaluation.detector={name}")
@@ -142,5 +142,5 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     accuracy = class_agreement(logits, labels[held_out])
     about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
     # safetensors writes metadata keys in arbitrary order. A single key ensures that equal weights produce identical files.
-    write_file(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
+    write_atomically(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
     return accuracy

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_bytes, write_file
+from common.files import hash_bytes, write_atomically
 from common.progress import progress_bar
 from evaluations.images import ImageSet, read_ahead
 from evaluations.metrics import Statistics, statistics_of
@@ -138,7 +138,7 @@ def write_cache(folder: Path, images: ImageSet, detector: Detector, features: Fe
         tensors |= {f"{layer}.mu": computed.mu, f"{layer}.sigma": computed.sigma}
     file, header = _cache_file(folder, images, detector)
     try:
-        write_file(file, save(tensors, metadata=header))
+        write_atomically(file, save(tensors, metadata=header))
     except UserError as e:
         log.warning("%s; the features will be computed at every start", e)
     return replace(features, statistics=statistics)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import UserError, reading
-from common.files import hash_bytes, whole_file
+from common.errors import UserError, as_user_error
+from common.files import hash_bytes, open_atomically
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
@@ -67,17 +67,17 @@ class ImageFolder:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
 
-    def outline(self) -> str:
+    def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
         sizes = [(file.relative_to(self.path).as_posix(), file.stat().st_size) for file in self.files]
         return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
 
     def fingerprint(self) -> str:
-        """Hash the outline and modification times. Hashing the contents would take as long as evaluating the images."""
-        return hash_bytes(repr([self.outline(), [file.stat().st_mtime_ns for file in self.files]]).encode())
+        """Hash the quick_fingerprint and modification times. Hashing the contents would take as long as evaluating the images."""
+        return hash_bytes(repr([self.quick_fingerprint(), [file.stat().st_mtime_ns for file in self.files]]).encode())
 
     def _read(self, file: Path) -> np.ndarray:
-        with reading(file):
+        with as_user_error(file):
             image, _ = read_rgb(file, self.background, self._modes)
             if self.crop is not None:
                 return adm_center_crop(image, self.crop)
@@ -101,7 +101,7 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
-        with reading(self.path), np.load(self.path, allow_pickle=False) as file:
+        with as_user_error(self.path), np.load(self.path, allow_pickle=False) as file:
             for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
                     stored = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
@@ -127,7 +127,7 @@ class NpzImages:
     def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Yield images start to stop - 1 in uint8 batches [b, H, W, 3]. Raises UserError if the file is damaged."""
         stop = len(self) if stop is None else stop
-        with reading(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
+        with as_user_error(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             f.seek(self._header_bytes + start * int(np.prod(self.shape[1:])))
             for i in range(start, stop, batch_size):
                 images = np.empty((min(batch_size, stop - i), *self.shape[1:]), dtype=np.uint8)
@@ -135,12 +135,12 @@ class NpzImages:
                     raise EOFError(f"arr_0 ends before image {i + len(images)} of {len(self)}")
                 yield images
 
-    def outline(self) -> str:
+    def quick_fingerprint(self) -> str:
         """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays."""
-        with reading(self.path), zipfile.ZipFile(self.path) as archive:
+        with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
             return hash_bytes(repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode())
 
-    fingerprint = outline  # the checksums already cover the contents of the arrays
+    fingerprint = quick_fingerprint  # the checksums already cover the contents of the arrays
 
 
 ImageSet = NpzImages | ImageFolder
@@ -165,7 +165,7 @@ def write_npz(
 
     `shape` is (N, H, W, 3), and `labels` has N integers. An invalid image or a write error raises UserError and leaves no file.
     """
-    with whole_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with open_atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
             np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
             for image in images:

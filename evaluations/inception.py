@@ -14,7 +14,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from common.downloads import TIMEOUT_SEC
-from common.errors import UserError, first_line, reading
+from common.errors import UserError, as_user_error, first_line
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
@@ -43,7 +43,7 @@ def fetch_weights() -> Path:
         except (OSError, RuntimeError) as e:  # a wrong SHA-256 hash raises RuntimeError
             raise UserError(
                 f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once "
-                f"with a network, or put {WEIGHTS_URL} at {file} (below $TORCH_HOME), or set evaluation.weights=<the file>"
+                f"with a network, or put {WEIGHTS_URL} at {file} ($TORCH_HOME), or set evaluation.detector_weights=<the file>"
             ) from e
         finally:
             socket.setdefaulttimeout(before)
@@ -62,7 +62,7 @@ class InceptionDetector:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
         self.device, file, copy = torch.device(device), Path(weights), io.BytesIO()
-        with reading(f"{file} (Inception's weights, {WEIGHTS_URL})"):
+        with as_user_error(f"{file} (Inception's weights, {WEIGHTS_URL})"):
             # The extractor loads its file with weights_only=False, so we pass a copy of the tensors that was loaded safely.
             torch.save(torch.load(file, map_location="cpu", weights_only=True), copy)
             copy.seek(0)

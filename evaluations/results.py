@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import append_line, read_lines, write_file
+from common.files import append_line, read_lines, write_atomically
 from evaluations.metrics import standard_error
 from evaluations.suite import display_name, format_metric
 
@@ -24,33 +24,34 @@ class Point:
     shown: dict  # settings as shown in tables and plots
 
     @property
-    def identity(self) -> dict:
-        """Return the content hash and the settings without paths, so that moving the files does not change the identity."""
+    def key(self) -> dict:
+        """Return the content hash and the settings without paths, so that moving the files does not change the key."""
         return without_paths(self.settings) | {"content": self.content}
 
 
 class Results:
-    """Evaluated points in a folder's results.jsonl. Two points are considered equal if identity and conditions are equal.
+    """Evaluated points in a folder's results.jsonl. Two points are considered equal if their keys and conditions are equal.
 
     Args:
         conditions: Settings that all points share, such as the number of samples, the detector and the reference.
-        about: Conditions as shown in tables.
+        shown_conditions: Conditions as shown in tables.
     """
 
-    def __init__(self, folder: Path, conditions: dict, about: dict | None = None):
-        self.folder, self.conditions, self.about, self.file = folder, conditions, about or {}, folder / "results.jsonl"
+    def __init__(self, folder: Path, conditions: dict, shown_conditions: dict | None = None):
+        self.folder, self.file = folder, folder / "results.jsonl"
+        self.conditions, self.shown_conditions = conditions, shown_conditions or {}
         self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        identity = json.loads(json.dumps(point.identity | self.conditions))
-        return next((line for line in self.lines if without_paths(line["point"]) == identity), None)
+        key = json.loads(json.dumps(point.key | self.conditions))
+        return next((line for line in self.lines if without_paths(line["point"]) == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
         settings = point.settings | self.conditions | {"content": point.content}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
-        line = {"point": settings, "shown": point.shown, "about": self.about, **values}
+        line = {"point": settings, "shown": point.shown, "about": self.shown_conditions, **values}
         append_line(self.file, line)
         self.lines.append(json.loads(json.dumps(line)))
 
@@ -81,17 +82,17 @@ class Results:
         writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
         writer.writeheader()
         writer.writerows(rows)
-        write_file(self.folder / "results.csv", text.getvalue())
+        write_atomically(self.folder / "results.csv", text.getvalue())
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
         table = markdown_table(list(columns), list(zip(*columns.values())))
         if any(row["best"] for row in rows):
             table += f"\n`*`: the lowest {plotted} of its conditions; `~`: its difference from the lowest may be chance (95%)\n"
-        write_file(self.folder / "results.md", table)
+        write_atomically(self.folder / "results.md", table)
         if len(points) > 1:
             lines, label = [self.find(point) for point in points], display_name(plotted, self.conditions["num_samples"])
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
-            write_file(self.folder / "results.png", plot([p.shown for p in points], values, errors, label))
+            write_atomically(self.folder / "results.png", plot([p.shown for p in points], values, errors, label))
         metrics = {name for line in self.lines for name in line["metrics"]}
         shown = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in shown]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.downloads import find_on_hub
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import hash_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
@@ -119,7 +119,7 @@ def _load(net: nn.Module, file: Path, recipe: str) -> None:
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
-    with reading(f"{file} (weights of the encoder)"):
+    with as_user_error(f"{file} (weights of the encoder)"):
         stored = load_state_dict(str(file), weights_only=True)
         if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])

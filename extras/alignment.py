@@ -54,7 +54,7 @@ class ObservedNetwork:
         self.net, self.block = net, block
 
     def __call__(self, x: Tensor, t: Tensor, y: Tensor, **inputs) -> Tensor:
-        return self.net(x, t, y, observe=self._store, **inputs)
+        return self.net(x, t, y, on_block=self._store, **inputs)
 
     def _store(self, block: int, tokens: Tensor, ids_keep: Tensor | None) -> None:
         if block == self.block:
@@ -70,7 +70,7 @@ class Alignment:
         encode: Function that maps images from `fetch` to the encoder's patch tokens (B, N, E), without gradients.
         fetch: Function that maps the indices and flips of items to stored latents, labels, and images for `encode`.
         block: Number of the block whose tokens are aligned, counted from 1.
-        encoder: Hash of the encoder's weights.
+        encoder_hash: Hash of the encoder's weights.
         weight: Weight of the alignment term in the loss.
     """
 
@@ -78,20 +78,20 @@ class Alignment:
     encode: Callable[[Tensor], Tensor]
     fetch: Callable[[np.ndarray, np.ndarray], tuple[Tensor, Tensor, Tensor]]
     block: int
-    encoder: str = ""
+    encoder_hash: str = ""
     weight: float = 0.5
 
     def observe(self, net: Callable[..., Tensor]) -> ObservedNetwork:
         return ObservedNetwork(net, self.block)
 
-    def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, shown: Tensor) -> Tensor:
+    def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, images: Tensor) -> Tensor:
         """Return the weighted alignment loss as a float32 scalar. Call `net` first, because the loss uses its stored tokens.
 
         Args:
             projector: `self.projector`, wrapped by accelerate.
-            shown: Images that `fetch` returned together with the latents that `net` received.
+            images: Images that `fetch` returned together with the latents that `net` received.
         """
-        return self.weight * alignment_loss(projector(net.tokens), self.encode(shown), net.ids_keep)
+        return self.weight * alignment_loss(projector(net.tokens), self.encode(images), net.ids_keep)
 
 
 def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None = None) -> Tensor:
@@ -133,10 +133,10 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
     try:
         encoder = Encoder(
-            settings.encoder, settings.weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
+            settings.encoder, settings.encoder_weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
         )
     except UserError as e:
-        raise UserError(f"alignment.encoder, alignment.weights: {e}") from e
+        raise UserError(f"alignment.encoder, alignment.encoder_weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # because building the encoder may have consumed random numbers
         torch.manual_seed(2**32 + cfg.seed)  # larger than the seed of any run
         projector = Projector(sizes["width"], settings.projector_width, encoder.width)
@@ -145,6 +145,6 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         encode=lambda images: encoder.encode(images)[1],
         fetch=dataset.fetch_with_images,
         block=settings.block,
-        encoder=encoder.weights_hash,
+        encoder_hash=encoder.weights_hash,
         weight=settings.weight,
     )

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpoints import store
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file
 from runtime.processes import on_main
 
@@ -95,7 +95,7 @@ class Average:
             log.info(words, self.length, len(files), 100 * error)
             keys = [f"{length:g}" for length in lengths]
             for i, file in enumerate(files.values()):
-                with reading(file), safe_open(file, framework="pt") as f:
+                with as_user_error(file), safe_open(file, framework="pt") as f:
                     if file.parent != self.folder and hash_file(file) != file.stem.rpartition("_")[2]:
                         raise ValueError("its hash differs from the one in its name; remove the file")
                     for key in f.keys():  # noqa: SIM118 (not a dict)

@@ -34,12 +34,12 @@ def grid_rule(rows: int, columns: int) -> SelectionRule:
     return partial(_grid_scores, grid=(rows // 2, 2, columns // 2, 2))
 
 
-def _grid_scores(x: Tensor, uniform: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
-    if uniform.shape[1] != math.prod(grid):
-        raise ValueError(f"a grid of {grid[0] * 2} x {grid[2] * 2} tokens does not fit the image's {uniform.shape[1]}")
-    groups = uniform.unflatten(1, grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
+def _grid_scores(x: Tensor, noise: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
+    if noise.shape[1] != math.prod(grid):
+        raise ValueError(f"a grid of {grid[0] * 2} x {grid[2] * 2} tokens does not fit the image's {noise.shape[1]}")
+    groups = noise.unflatten(1, grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
     ranks = groups.argsort(dim=3).argsort(dim=3)  # ranks 0 to 3 in each group, where all orders are equally likely
-    return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + uniform  # (B, N)
+    return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + noise  # (B, N)
 
 
 class Fusion(nn.Module):
@@ -53,21 +53,21 @@ class Fusion(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(width))
         self.proj = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, skipped: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, x_before: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         """Args:
             x: Kept tokens after the route, (B, K, D). K may be 0.
-            skipped: All tokens before the route, (B, N, D).
+            x_before: All tokens before the route, (B, N, D).
             ids_keep: Kept positions from `choose_ids_keep`, (B, K). None if x contains all tokens (ratio 0 in evaluation mode).
             inputs: True for each sample in which the mask token replaces the complete route output (path-drop), (B,) bool.
 
         Returns:
             Combined tokens, (B, N, D).
         """
-        masked = self.mask_token.to(skipped.dtype).expand_as(skipped)
+        masked = self.mask_token.to(x_before.dtype).expand_as(x_before)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
         if inputs is not None:
             after = torch.where(inputs[:, None, None], masked, after)
-        return self.proj(torch.cat([skipped, after], dim=2)).to(skipped.dtype)  # under autocast, the residual stream is float32
+        return self.proj(torch.cat([x_before, after], dim=2)).to(x_before.dtype)  # under autocast, the residual stream is float32
 
 
 class FusedRoutes:
@@ -79,7 +79,7 @@ class FusedRoutes:
     Raises ValueError if the network has no routes.
     """
 
-    route_end = Fusion
+    route_end_class = Fusion
 
     def __init__(self, *, path_drop: float = 0.0, **settings):
         super().__init__(**settings)

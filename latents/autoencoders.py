@@ -30,7 +30,7 @@ class Identity:
     """An autoencoder whose latents are the pixels."""
 
     scale_factor = 1.0  # factor that scales latents before they enter the network
-    factor = 1  # downsampling factor, which is the image height divided by the latent height
+    downsampling = 1  # image height divided by latent height
     channels = 3  # number of latent channels
 
     def fingerprint(self) -> str:
@@ -52,7 +52,7 @@ class KLAutoencoder:
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         from latents.va_vae import autoencoder_kl, load_va_vae
 
-        file, self.precision = find(spec), precision
+        file, self.precision = find_weights(spec), precision
         try:
             with log_if_slow(log, "loading the autoencoder %s", spec):
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
@@ -64,7 +64,7 @@ class KLAutoencoder:
             raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents have {channels}")
         if getattr(self.vae.config, "shift_factor", None):
             raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards cannot store")
-        self.scale_factor, self.factor = _scale_and_factor(self.vae.config)
+        self.scale_factor, self.downsampling = _scale_and_factor(self.vae.config)
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -81,14 +81,14 @@ class KLAutoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        slices = latents.split(max(DECODED_PIXELS // (latents[0, 0].numel() * self.factor**2), 1))
+        slices = latents.split(max(DECODED_PIXELS // (latents[0, 0].numel() * self.downsampling**2), 1))
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
 Autoencoder = Identity | KLAutoencoder
 
 
-def find(spec: str) -> Path | None:
+def find_weights(spec: str) -> Path | None:
     """Return the path of an autoencoder's weights. Download weights from the hub if the local cache does not contain them.
 
     Return None for autoencoders without weights. Raise UserError if the file, folder or hub model does not exist or if the
@@ -114,7 +114,7 @@ def _scale_and_factor(config: dict) -> tuple[float, int]:
 def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
     """Return an autoencoder's (scale factor, downsampling factor) without loading it, or None if the factors are unknown."""
     kind, _, source = spec.partition(":")
-    known = {"identity": (Identity.scale_factor, Identity.factor), "va-vae": (1.0, 16)}
+    known = {"identity": (Identity.scale_factor, Identity.downsampling), "va-vae": (1.0, 16)}
     if source in SD_VAES:
         return SD_SCALE, 8
     if kind == "sd-vae" and Path(source).is_dir():

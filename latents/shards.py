@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from common.errors import UserError, reading
-from common.files import hash_bytes, hash_file, read_json, write_file
-from common.types import Number, Positive
+from common.errors import UserError, as_user_error
+from common.files import hash_bytes, hash_file, read_json, write_atomically
+from common.types import FiniteFloat, PositiveFloat
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
@@ -44,13 +44,13 @@ class ShardInfo:
     """Metadata for reading a shard. All shards of a folder have the same metadata. Invalid values raise ValueError."""
 
     kind: Kind  # `sample` (C channels) or `moments` (mean and log-variance in 2C channels, from which the trainer draws latents)
-    scale_factor: Positive  # factor that scales latents before they enter the network
+    scale_factor: PositiveFloat  # factor that scales latents before they enter the network
     autoencoder: str  # name of the autoencoder: identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>
     resolution: Resolution  # image height and width in pixels
     num_classes: NumClasses  # number of classes (labels range from 0 to num_classes - 1)
     # Mean and standard deviation of each of the C channels over all latents. If both values are None, latents are not normalised.
-    latents_mean: tuple[Number, ...] | None = None
-    latents_std: tuple[Positive, ...] | None = None
+    latents_mean: tuple[FiniteFloat, ...] | None = None
+    latents_std: tuple[PositiveFloat, ...] | None = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):
@@ -77,7 +77,7 @@ def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardIn
     path = Path(path)
     if path.exists():
         raise UserError(f"{path} exists; nothing was written: remove it, or write elsewhere")
-    write_file(path, serialize_shard(path, info, latents=latents, labels=labels, **more))
+    write_atomically(path, serialize_shard(path, info, latents=latents, labels=labels, **more))
 
 
 def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None, **tensors: Tensor | None) -> bytes:
@@ -112,7 +112,7 @@ def read_header(file: Path) -> tuple[dict, dict[str, int]]:
     `about` contains the fields of ShardInfo and `hash`. For shards from `encode` or `convert`, `about` also contains
     `provenance`. For other safetensors files, `about` is {}. `starts` maps each tensor name to the tensor's offset in the file.
     """
-    with reading(file), open(file, "rb") as f:
+    with as_user_error(file), open(file, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
         about = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
@@ -268,7 +268,7 @@ class LatentDataset:
             start, stop = self._images[shard_idx][row : row + 2].tolist()
             self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
             # Use Pillow because torchvision's decoder is deprecated. Pillow releases the GIL while it decodes an image.
-            with reading(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
+            with as_user_error(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):
                     raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
                 pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
@@ -285,7 +285,7 @@ class LatentDataset:
         return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
 
     @property
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Return a hash that identifies the data set."""
         return hash_bytes("".join(self.hashes.values()).encode())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 
 
 def load_tensors(file: Path) -> Any:
@@ -17,7 +17,7 @@ def load_tensors(file: Path) -> Any:
 
     Raise UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
     """
-    with reading(file):
+    with as_user_error(file):
         if file.suffix == ".safetensors":
             return load_file(file)
         with open(file, "rb") as f:

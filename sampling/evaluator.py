@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from common.detectors import small_set
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import hash_file
 from common.progress import log_if_slow, progress_bar
 from configs import schema
@@ -46,19 +46,21 @@ def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
     """Return the hash of each configured weights file, or None if published weights are used. Raises UserError on read errors."""
 
     def content(key: str) -> str | None:
-        with reading(f"evaluation.{key}={(file := getattr(settings, key))}"):
+        with as_user_error(f"evaluation.{key}={(file := getattr(settings, key))}"):
             return file and hash_file(Path(file))
 
-    return {"detector_weights": content("weights"), "dinov2_weights": content("dinov2_weights")}
+    return {"detector_weights": content("detector_weights"), "dinov2_weights": content("dinov2_weights")}
 
 
 def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator: Accelerator) -> Detector:
     if name == "digits" or small_set(name):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 
-        if name != "digits" and settings.weights is None:
-            raise UserError(f"evaluation.detector={name} needs evaluation.weights=<the file of prepare_latents.py detector>")
-        return ClassifierDetector(name, DIGITS_WEIGHTS if name == "digits" else settings.weights, accelerator.device)
+        if name != "digits" and settings.detector_weights is None:
+            raise UserError(
+                f"evaluation.detector={name} needs evaluation.detector_weights=<file of `prepare_latents.py detector`>"
+            )
+        return ClassifierDetector(name, DIGITS_WEIGHTS if name == "digits" else settings.detector_weights, accelerator.device)
     if name == "dinov2":
         from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
 
@@ -66,8 +68,8 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
 
     from evaluations.inception import InceptionDetector, fetch_weights
 
-    # If the detectors include small-<set>, `evaluation.weights` is the weights file for small-<set>, not for Inception.
-    file = None if any(map(small_set, settings.all_detectors)) else settings.weights
+    # If the detectors include small-<set>, `evaluation.detector_weights` is the weights file for small-<set>, not for Inception.
+    file = None if any(map(small_set, settings.all_detectors)) else settings.detector_weights
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 
@@ -89,7 +91,7 @@ def open_reference(
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
     images = open_images(path, crop=resolution if Path(path).is_dir() else None, background=background)
-    check_same(images.outline(), key, images.path)
+    check_same(images.quick_fingerprint(), key, images.path)
     for name in detectors:  # checked before the detectors download their weights
         if len(images) == 0 and name not in images.statistics:
             raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")

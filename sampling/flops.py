@@ -29,7 +29,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
         for i in range(route.start_layer_idx, route.end_layer_idx + 1):
             tokens[i] = num_kept_tokens(N, ratio)
     blocks = sum(block_flops(block, num_tokens) for block, num_tokens in zip(net.blocks, tokens) if num_tokens)
-    blocks += sum(2 * N * layer.weight.numel() for layer in net.route_ends.modules() if isinstance(layer, nn.Linear))
+    blocks += sum(2 * N * layer.weight.numel() for layer in net.route_end_modules.modules() if isinstance(layer, nn.Linear))
     output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
     return patch_embedding + conditioning + blocks + output
 

@@ -63,14 +63,14 @@ class Judge:
             name = (store.find_run(folder) or folder.resolve().parent).name
             shown = {"run": name, "step": store.read_step(folder), **settings, **given}
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
-            if point.identity not in (earlier.identity for earlier, _ in points):  # intervals have no effect at cfg_scale=1
+            if point.key not in (earlier.key for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
         return points
 
     @cached_property
     def evaluator(self) -> Evaluator:
         for folder in self.folders:  # fail early, because loading the detectors takes minutes
-            autoencoders.find(self.cfg.autoencoder or load_config(folder).data.autoencoder)
+            autoencoders.find_weights(self.cfg.autoencoder or load_config(folder).data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
         # Store reference features next to the run folders, because several runs often use the same reference.
         run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])

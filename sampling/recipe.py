@@ -17,7 +17,7 @@ from checkpoints.load import load_config, load_network
 from checkpoints.resume import find_checkpoint_together
 from common.errors import UserError
 from configs import schema
-from configs.settings import explained
+from configs.settings import as_user_error_by_key
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -31,7 +31,7 @@ class Recipe:
     Attributes:
         run: Configuration of the run that trains the network, with the data settings filled in.
         diffusion: The run's diffusion, with the sampler settings to use.
-        guidance: Guidance settings. For autoguidance, `checkpoint` is the verified folder of the second checkpoint.
+        guidance: Guidance settings. For autoguidance, `checkpoint` is the verified folder of the weak checkpoint.
         precision: Precision of the networks, `fp32` or `bf16`.
         autoencoder: Name of the autoencoder that decodes the latents, in the form that `latents.autoencoders.build` accepts.
         checkpoint: Verified checkpoint folder, or None for a network in training.
@@ -65,7 +65,7 @@ class Recipe:
             UserError: The run's sampler, network or checkpoint does not support a setting, or some settings are incompatible.
         """
         run, content = load_config(folder), store.hash_checkpoint(folder)
-        guidance = with_second_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
+        guidance = with_weak_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
         if guidance.name == "autoguidance":
             content += store.hash_checkpoint(Path(guidance.checkpoint))
         average = None
@@ -94,7 +94,7 @@ class Recipe:
 
         `num_steps` is the sampler's number of steps. If `num_steps` is None, the recipe uses the run's value.
         """
-        diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_second_checkpoint(guidance, run)
+        diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_weak_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
     def settings(self) -> dict:
@@ -109,11 +109,11 @@ class Recipe:
         return self.sampler(net, decoder, device, compile_mode)
 
     def sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
-        """Build a sampler for a network that was compiled with `compile_mode`. Also load autoguidance's second network."""
-        second = None
+        """Build a sampler for a network that was compiled with `compile_mode`. Also load autoguidance's weak network."""
+        weak = None
         if self.guidance.name == "autoguidance":
             folder = Path(self.guidance.checkpoint)
-            second = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
+            weak = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
         return ImageSampler(
             net=net,
             diffusion=self.diffusion,
@@ -124,7 +124,7 @@ class Recipe:
             precision=self.precision,
             rounding=self.run.sample.rounding,
             is_compiled=resolve_compile(compile_mode, device) != "none",
-            second=second,
+            weak=weak,
         )
 
 
@@ -144,7 +144,7 @@ def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) ->
         names = ", ".join(vars(diffusion.sampler))
         raise UserError(f"{unknown[0]} is not a setting of the sampler of diffusion={diffusion.name}, which has {names}")
     kind = type(diffusion.sampler)
-    with explained(given, known=vars(diffusion.sampler)):
+    with as_user_error_by_key(given, known=vars(diffusion.sampler)):
         return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
 
 
@@ -166,7 +166,7 @@ def name_guidance(settings: schema.Guidance) -> dict[str, object]:
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains autoguidance's second network."""
+    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains autoguidance's weak network."""
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
@@ -202,19 +202,19 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
 
 @lru_cache(maxsize=100)
-def find_second_checkpoint(path: str) -> Path:
-    """Find and verify autoguidance's second checkpoint. Caching gives all points the same checkpoint while a run trains."""
+def find_weak_checkpoint(path: str) -> Path:
+    """Find and verify autoguidance's weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
     return find_checkpoint_together(path, "guidance.checkpoint")
 
 
-def with_second_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
+def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
     """Replace autoguidance's `checkpoint` with the verified checkpoint folder. Other guidance settings are returned unchanged.
 
     Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
     """
     if settings.name != "autoguidance":
         return settings
-    folder = find_second_checkpoint(settings.checkpoint)
+    folder = find_weak_checkpoint(settings.checkpoint)
     changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
     if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")

@@ -31,7 +31,7 @@ class ImageSampler:
         precision: Precision of the networks, `fp32` or `bf16`.
         rounding: Rounding mode for pixel values. See `latents.autoencoders.to_uint8`.
         is_compiled: Whether to pad each batch to the largest batch size so far, because each new size triggers a compilation.
-        second: Second network for autoguidance and the diffusion of that network.
+        weak: Weak network for autoguidance and the diffusion of that network.
         cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.
     """
 
@@ -44,7 +44,7 @@ class ImageSampler:
     precision: str = "fp32"
     rounding: str = "round"
     is_compiled: bool = False
-    second: tuple[nn.Module, Diffusion] | None = None
+    weak: tuple[nn.Module, Diffusion] | None = None
     cost: dict[str, float] = field(default_factory=dict, init=False)
     _largest_batch: int = field(default=0, init=False)
 
@@ -75,8 +75,8 @@ class ImageSampler:
             partial(denoise, self.net, self.diffusion),
             data.num_classes,
             routes_shape,
-            route_scores=lambda: random_routes.rand(*routes_shape),
-            weak=partial(denoise, *self.second) if self.second else None,
+            draw_route_noise=lambda: random_routes.rand(*routes_shape),
+            weak=partial(denoise, *self.weak) if self.weak else None,
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)

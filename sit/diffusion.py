@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import NotNegative, Number, Positive, settings
+from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings
 from sit.sampler import FlowSampler
 
 
@@ -35,9 +35,9 @@ class SiT:
     """
 
     timestep: Literal["uniform", "logit_normal"] = "uniform"
-    logit_mean: Number = 0.0
-    logit_std: Positive = 1.0
-    cosine_weight: NotNegative = 0.0
+    logit_mean: FiniteFloat = 0.0
+    logit_std: PositiveFloat = 1.0
+    cosine_weight: NonNegativeFloat = 0.0
     sampler: FlowSampler = FlowSampler()
     name: Literal["sit"] = "sit"  # selected with diffusion=sit
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import Positive, Steps, settings
+from common.types import PositiveFloat, Steps, settings
 
 
 @settings
@@ -39,8 +39,8 @@ class FlowSampler:
 
     num_steps: Steps = 40
     solver: Literal["euler", "heun", "euler_maruyama"] = "heun"
-    timestep_shift: Positive = 1.0
-    last_step_size: Annotated[Positive, Field(lt=1)] = 0.04
+    timestep_shift: PositiveFloat = 1.0
+    last_step_size: Annotated[PositiveFloat, Field(lt=1)] = 0.04
 
     def __post_init__(self):
         if self.solver == "euler_maruyama" and self.timestep_shift != 1:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from common.files import REPOSITORY, hash_file
 from configs import schema
-from configs.command_line import check
+from configs.command_line import parse_config
 from configs.compose import compose_overrides
 from latents.shards import ShardInfo, write_shard
 
@@ -69,7 +69,7 @@ def composed(overrides=(), config_name="config"):
 def checked(overrides=(), config_name="config"):
     """Return the checked configuration of a command."""
     settings = {"config": schema.TrainConfig, "sample": schema.SampleConfig, "fid": schema.FidConfig}[config_name]
-    return check(composed(overrides, config_name), settings)
+    return parse_config(composed(overrides, config_name), settings)
 
 
 # Settings of a small run: a step takes about 30 ms.

@@ -105,7 +105,7 @@ def definition(w, x, t, y, routes=(), scores=None, selection="uniform", drop_pat
         for number, route in enumerate(routes):
             if route.start_layer_idx == i:
                 skip, last = skipping(h, route, scores[:, number], selection), route.end_layer_idx
-                end, entered = f"route_ends.{route.start_layer_idx}_{last}", h
+                end, entered = f"route_end_modules.{route.start_layer_idx}_{last}", h
         before, name = h, f"blocks.{i}"
         shift1, scale1, gate1, shift2, scale2, gate2 = linear(w, f"{name}.adaLN_modulation.1", c)[:, None].chunk(6, dim=2)
         a = normalized(w, f"{name}.norm1", h) * (1 + scale1) + shift1
@@ -143,7 +143,7 @@ def worst_error(net, routes, patch=2, selection="uniform"):
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
     drops = {"drop_labels": dropped} | ({"drop_paths": dropped.roll(1)} if isinstance(net, FusedRoutes) else {})
-    out = net(x.requires_grad_(), t, y, **drops, route_scores=scores[:, : len(routes)])
+    out = net(x.requires_grad_(), t, y, **drops, route_noise=scores[:, : len(routes)])
     got = with_gradients(out, x, [p for p in net.parameters() if p.requires_grad])
     w = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in net.named_parameters()}
     x, y = x.detach().double().requires_grad_(), y.masked_fill(dropped, CLASSES)

@@ -32,7 +32,7 @@ def batch(routes=()):
     """Return x, t, y and the other inputs of a training step."""
     g = torch.Generator().manual_seed(1)
     x, t = torch.randn(3, 1, 8, 8, generator=g), torch.rand(3, generator=g)
-    draws = {"drop_labels": torch.zeros(3, dtype=torch.bool)} | ({"route_scores": torch.rand(3, 1, 16)} if routes else {})
+    draws = {"drop_labels": torch.zeros(3, dtype=torch.bool)} | ({"route_noise": torch.rand(3, 1, 16)} if routes else {})
     return x, t, torch.arange(3), draws
 
 
@@ -94,7 +94,7 @@ def test_observing_the_tokens_after_a_block_changes_nothing(number):
     assert torch.equal(observed(x, t, y, **kwargs), plain)
     assert torch.equal(observed.tokens, seen[number - 1])
     if 2 <= number <= 4:  # the route is blocks 1 to 3, counted from 0
-        assert torch.equal(observed.ids_keep, kwargs["route_scores"][:, 0].topk(8).indices.sort().values)
+        assert torch.equal(observed.ids_keep, kwargs["route_noise"][:, 0].topk(8).indices.sort().values)
     else:
         assert observed.ids_keep is None and observed.tokens.shape == (3, 16, 16)
 
@@ -165,7 +165,7 @@ def test_latents_that_are_pixels_are_their_own_images(tmp_path):
 def test_shards_with_other_images_are_another_data_set(tmp_path):
     for name, shift in (("a", 0), ("b", 9)):
         write_shard_with_images(tmp_path / name / "a.safetensors", [to_jpeg(image + shift) for image in smooth_images(4)])
-    first, second = (LatentDataset(tmp_path / name).identity for name in "ab")
+    first, second = (LatentDataset(tmp_path / name).fingerprint for name in "ab")
     assert first != second
 
 
@@ -185,7 +185,7 @@ def repa(tmp_path_factory):
     write_shard_with_images(folder / "data" / "a.safetensors", [to_jpeg(image) for image in smooth_images(6)])
     data = ["data=custom", f"data.path={folder / 'data'}", "data.num_workers=0", "model.backbone=DiT-XS/2"]
     data += ["train.precision=fp32", "train.lr=2e-3", "checkpoint.keep_every=0"]
-    own = ["alignment=repa", f"alignment.encoder={ENCODER}", f"alignment.weights={folder / 'vit.safetensors'}"]
+    own = ["alignment=repa", f"alignment.encoder={ENCODER}", f"alignment.encoder_weights={folder / 'vit.safetensors'}"]
     return [*data, *own, "alignment.block=4", "alignment.projector_width=16"]
 
 
@@ -250,8 +250,8 @@ def test_a_resume_with_other_weights_of_the_encoder_or_without_alignment_is_refu
     shutil.copytree(aligned, tmp_path / "run")
     other = load_file(repa[9].partition("=")[2])
     save_file({name: value + 1e-3 for name, value in other.items()}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="alignment.weights"):
-        train("run", *repa, f"alignment.weights={tmp_path / 'other.safetensors'}")
+    with pytest.raises(UserError, match="alignment.encoder_weights"):
+        train("run", *repa, f"alignment.encoder_weights={tmp_path / 'other.safetensors'}")
     with pytest.raises(UserError, match="alignment.name"):
         train("run", *repa[:7])
 
@@ -261,7 +261,7 @@ def test_a_resume_with_other_weights_of_the_encoder_or_without_alignment_is_refu
     [
         ("alignment.block=13", "alignment.block=13 .*12 blocks"),
         ("alignment.encoder=resnet50", "alignment.encoder=resnet50"),
-        ("alignment.weights=nowhere", "alignment.weights: nowhere"),
+        ("alignment.encoder_weights=nowhere", "alignment.encoder_weights: nowhere"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(repa, train, tmp_path, change, words):

@@ -10,7 +10,7 @@ from forked import launch, run
 
 import prepare_latents
 from common.errors import UserError
-from common.types import Count, Text
+from common.types import PositiveInt, Text
 from configs import command_line
 from configs.command_line import guard, run_command
 from configs.schema import TrainConfig
@@ -105,7 +105,7 @@ started = []
 called = []
 
 
-def count(path: Text, number: Count = 3) -> None:
+def count(path: Text, number: PositiveInt = 3) -> None:
     """Count things."""
     called.append((path, number))
 
@@ -119,7 +119,7 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
         run_command(commands, "what it does\n", arguments)
         assert capsys.readouterr().out == "what it does\n"
     run_command(prepare_latents.COMMANDS, "", ["inspect", "--help"])
-    assert "sigma_data: Positive = 0.5" in (shown := capsys.readouterr().out) and "Read all latents, print" in shown
+    assert "sigma_data: PositiveFloat = 0.5" in (shown := capsys.readouterr().out) and "Read all latents, print" in shown
     run_command(prepare_latents.COMMANDS, "", ["encode", "--help"], prepare_latents.KEYS)
     assert "flips: bool = False  # true also encodes the mirrored images" in capsys.readouterr().out
     for arguments, words in (

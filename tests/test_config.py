@@ -54,7 +54,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
     def estimate(x, level, y, **routing):
         return x
 
-    inputs = GuidanceInputs(estimate, 10, (1, 16), route_scores=lambda: torch.rand(1, 1, 16), weak=estimate)
+    inputs = GuidanceInputs(estimate, 10, (1, 16), draw_route_noise=lambda: torch.rand(1, 1, 16), weak=estimate)
     x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
     assert recipe.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
 
@@ -121,7 +121,7 @@ def test_every_key_with_a_role_exists():
     keys = {*flatten(checked().model_dump()), *flatten(checked(["diffusion=sit", "alignment=repa"]).model_dump())}
     named = {key for listed in schema._ROLES.values() for key in listed}
     assert {key for key in named if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
-    assert schema.find_role("diffusion.sampler.rho") is schema.Role.COMPARED
+    assert schema.find_role("diffusion.sampler.rho") is schema.Role.CHANGE_ALLOWED
     assert schema.find_role("diffusion.P_mean") is schema.Role.FIXED and schema.find_role("train.log_every") is None
 
 

@@ -209,16 +209,16 @@ def test_interrupted_normalising_is_completed_by_the_next_start(tmp_path, monkey
     lightningdit_with_statistics(tmp_path / "theirs")
     settings = ["autoencoder=none", "resolution=64", "normalize=true"]
     whole = convert(tmp_path / "theirs", tmp_path / "whole", *settings)
-    files_written, write_file = [], write.write_file
+    files_written, write_atomically = [], write.write_atomically
 
     def stop_before_a_file(path, content):
         if path.suffix == ".safetensors":
             files_written.append(path)
             if len(files_written) == 3 + number + 1:  # the three shards are written first, and then each again
                 raise KeyboardInterrupt
-        write_file(path, content)
+        write_atomically(path, content)
 
-    monkeypatch.setattr(write, "write_file", stop_before_a_file)
+    monkeypatch.setattr(write, "write_atomically", stop_before_a_file)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "theirs", tmp_path / "stopped", *settings)
     monkeypatch.undo()

@@ -52,7 +52,7 @@ def test_the_published_detector_is_vit_l_14_of_dinov2_at_224_pixels():
 
 
 def test_training_and_fid_give_the_same_figures_for_both_detectors(train, tmp_path, reference, tiny, inception_weights):
-    weights = [f"evaluation.weights={inception_weights}", f"evaluation.dinov2_weights={tiny}"]
+    weights = [f"evaluation.detector_weights={inception_weights}", f"evaluation.dinov2_weights={tiny}"]
     settings = ["eval.every=1", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=3", "eval.cfg_scales=[1.0]"]
     both = "evaluation.detector=[inception,dinov2]"
     run = train("run", *settings, *weights, both, f"evaluation.reference={reference}", "train.num_steps=1")

@@ -128,10 +128,10 @@ def lengths(seen):
 def test_a_route_shortens_only_its_own_blocks_and_returns_skipping_tokens_unchanged():
     net = randomized(small(depth=6, routes=[Route(0.25, 2, -3)])).train()
     x, t, y, scores = inputs()
-    seen = seen_by_layers(net, x, t, y, drop_labels=torch.zeros(3, dtype=torch.bool), route_scores=scores[:, :1])
+    seen = seen_by_layers(net, x, t, y, drop_labels=torch.zeros(3, dtype=torch.bool), route_noise=scores[:, :1])
     assert lengths(seen) == [16, 16, 12, 12, 16, 16, 16]
     before = net.blocks[1](seen[1][0], net.t_embedder(t) + net.y_embedder(y, None))
-    for sample, kept in enumerate(TokenRouter.choose_ids_keep(seen[0][0], 0.25, scores=scores[:, 0]).tolist()):
+    for sample, kept in enumerate(TokenRouter.choose_ids_keep(seen[0][0], 0.25, noise=scores[:, 0]).tolist()):
         skipping = [i for i in range(16) if i not in kept]
         assert torch.equal(seen[4][0][sample, skipping], before[sample, skipping])
         assert torch.equal(seen[2][0][sample], before[sample, kept])
@@ -218,7 +218,7 @@ def test_under_mixed_precision_queries_are_rotated_in_float32_and_tables_are_not
     net = randomized(small(LightningDiT, routes=ROUTES["one"])).train()
     x, t, y, scores = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        net(x, t, y, route_scores=scores[:, :1])
+        net(x, t, y, route_noise=scores[:, :1])
     in_bf16, in_fp32 = (torch.bfloat16, torch.float32, torch.float32), (torch.float32,) * 3
     assert seen == [in_bf16, in_bf16, in_bf16, in_fp32]  # the block after the route runs in float32
 

@@ -103,7 +103,7 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
     (tmp_path / "text").write_text("hello")
     save_file({"x": torch.zeros(1)}, tmp_path / "tensors")
     for name in ("text", "tensors", "none"):
-        with pytest.raises(UserError, match=rf"evaluation.weights=.*{name} cannot be read"):
+        with pytest.raises(UserError, match=rf"evaluation.detector_weights=.*{name} cannot be read"):
             ClassifierDetector("digits", tmp_path / name)
     with pytest.raises(UserError, match="it belongs to digits, not to evaluation.detector=small-fashion"):
         ClassifierDetector("small-fashion", DIGITS_WEIGHTS)
@@ -134,6 +134,6 @@ def test_in_a_list_the_file_of_weights_belongs_to_the_detector_of_small_pictures
         monkeypatch.setattr(module, name, lambda *arguments, name=name: made.update({name: arguments[-2]}))
     monkeypatch.setattr(inception, "fetch_weights", lambda: "downloaded")
     for detector, expected in (("[inception,small-x]", ("downloaded", "a")), ("inception", ("a", "a"))):
-        cfg = checked([f"evaluation.detector={detector}", "evaluation.weights=a"])
+        cfg = checked([f"evaluation.detector={detector}", "evaluation.detector_weights=a"])
         evaluator.build_detectors(cfg.evaluation, SimpleNamespace(device="cpu"))
         assert (made["InceptionDetector"], made.get("ClassifierDetector")) == expected

@@ -115,7 +115,7 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
 
 def test_a_changed_detector_file_makes_the_next_start_evaluate_again(train, tmp_path):
     shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
-    settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.weights={weights}"]
+    settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.detector_weights={weights}"]
     run = train("run", *settings)
     weights.write_bytes(weights.read_bytes() + b" ")
     train("run", *settings)

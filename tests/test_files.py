@@ -17,7 +17,7 @@ from forked import Command
 from checkpoints.run import RunFolder
 from common import files
 from common.errors import UserError
-from common.files import write_file
+from common.files import write_atomically
 from common.images import list_images
 from evaluations.images import write_npz
 from latents.shards import LatentDataset
@@ -34,7 +34,7 @@ def open_run(folder):
 
 
 WRITERS = {
-    "a": lambda folder: files.write_file(folder / "a", "text" * 100),
+    "a": lambda folder: files.write_atomically(folder / "a", "text" * 100),
     "metrics.jsonl": lambda folder: files.append_line(folder / "metrics.jsonl", {"step": list(range(50))}),
     "a.npz": lambda folder: write_npz(folder / "a.npz", [np.zeros((64, 64, 3), np.uint8)], (1, 64, 64, 3)),
 }
@@ -51,9 +51,9 @@ def test_a_full_disk_is_named_with_the_file_and_the_free_space_and_leaves_nothin
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_an_earlier_file_is_untouched_if_a_new_one_cannot_be_written(number, tmp_path):
-    files.write_file(tmp_path / "a", "earlier")
+    files.write_atomically(tmp_path / "a", "earlier")
     words = f"^cannot write {tmp_path / 'a'}: {os.strerror(number)}; .* MB are free"
-    with pytest.raises(UserError, match=words), files.whole_file(tmp_path / "a") as f:
+    with pytest.raises(UserError, match=words), files.open_atomically(tmp_path / "a") as f:
         f.write(b"half")
         raise OSError(number, os.strerror(number))
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a", "earlier")]
@@ -62,7 +62,7 @@ def test_an_earlier_file_is_untouched_if_a_new_one_cannot_be_written(number, tmp
 def test_a_folder_that_cannot_be_written_is_named_without_the_free_space(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"^cannot write {tmp_path}/file/a: File exists$"):
-        files.write_file(tmp_path / "file" / "a", "text")
+        files.write_atomically(tmp_path / "file" / "a", "text")
     with pytest.raises(UserError, match=f"^cannot write to {tmp_path}/file/run: Not a directory$"):
         open_run(tmp_path / "file" / "run")
 
@@ -167,4 +167,4 @@ def test_a_read_only_disk_is_named_as_such(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(UserError, match="Read-only file system"):
-        write_file(tmp_path / "a" / "b.txt", "x")
+        write_atomically(tmp_path / "a" / "b.txt", "x")

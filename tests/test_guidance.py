@@ -18,9 +18,9 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, x, level, y, *, selection_ratios=None, route_scores=None):
-        self.calls.append({"x": x, "level": level, "y": y.tolist(), "ratio": selection_ratios, "scores": route_scores})
-        scores = 0 if route_scores is None else route_scores.mean(dim=(1, 2)).reshape(-1, 1, 1, 1)
+    def __call__(self, x, level, y, *, selection_ratios=None, route_noise=None):
+        self.calls.append({"x": x, "level": level, "y": y.tolist(), "ratio": selection_ratios, "scores": route_noise})
+        scores = 0 if route_noise is None else route_noise.mean(dim=(1, 2)).reshape(-1, 1, 1, 1)
         return x * level.reshape(-1, 1, 1, 1) + y.reshape(-1, 1, 1, 1) - 10 * (selection_ratios or 0) * (1 + scores)
 
 
@@ -30,7 +30,7 @@ LABEL, NULL = Recorder()(X, LEVEL, Y), Recorder()(X, LEVEL, torch.full_like(Y, N
 def make_inputs(denoise, routes=1, **kwargs):
     """Return guidance inputs whose route scores are 1, 2, ... at successive calls."""
     scores = (torch.full((2, 1, 4), float(count)) for count in itertools.count(1))
-    return GuidanceInputs(denoise, NUM_CLASSES, (routes, 4), route_scores=lambda: next(scores), **kwargs)
+    return GuidanceInputs(denoise, NUM_CLASSES, (routes, 4), draw_route_noise=lambda: next(scores), **kwargs)
 
 
 SPARSE = dict(w=1.5, r_strong=0.25, r_weak=0.5)

@@ -54,7 +54,7 @@ def test_every_tensor_of_the_loss_is_moved_to_the_gpu(tmp_path, monkeypatch, key
         generators = mock.patch.object(torch, "Generator", lambda *args: make_generator())  # on the CPU
         with FakeTensorMode(), generators, mock.patch.object(torch, "is_autocast_enabled", lambda *args: False):
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
-            on_gpu.models = [lambda *args, **draws: functional_call(net, weights, args, draws)]
+            on_gpu.wrapped = [lambda *args, **draws: functional_call(net, weights, args, draws)]
             on_gpu.device = torch.device("cuda")
             (loss,), _ = losses(on_gpu, part, torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype))
             assert loss.device.type == "cuda"

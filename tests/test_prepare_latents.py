@@ -1,4 +1,4 @@
-"""Encoding images gives shards with the autoencoder's latents, even after interruptions."""
+"""EncodeConfig images gives shards with the autoencoder's latents, even after interruptions."""
 
 import gc
 import io

@@ -42,11 +42,11 @@ if what == "wait":
 else:
     stop_module.PATIENCE = timedelta(seconds=3)
     stop = stop_module.StopSignal()
-    stop.requested_now()
+    stop.poll_now()
     if rank == 1:
         time.sleep(8)
         sys.exit()
-    for wait in (stop.requested_now, processes.wait_for_all):
+    for wait in (stop.poll_now, processes.wait_for_all):
         try:
             wait()
         except (UserError, RuntimeError) as e:

@@ -24,7 +24,7 @@ def test_the_number_of_skipped_tokens_is_rounded_down_and_a_ratio_below_1_keeps_
 
 def test_the_highest_scores_of_each_sample_stay_in_ascending_positions():
     scores = torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [0.6, 0.1, 0.5, 0.2, 0.9, 0.3]])
-    assert torch.equal(TokenRouter.choose_ids_keep(tokens(), 0.5, scores=scores), IDS_KEEP)
+    assert torch.equal(TokenRouter.choose_ids_keep(tokens(), 0.5, noise=scores), IDS_KEEP)
 
 
 def test_the_choice_is_uniform_over_positions_differs_between_samples_and_follows_its_generator():
@@ -107,7 +107,7 @@ def test_ratios_can_be_replaced_for_all_routes_or_one_by_one():
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        (r"scores have shape \(2, 5\), the tokens", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, scores=torch.zeros(2, 5))),
+        (r"noise has shape \(2, 5\), the tokens", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, noise=torch.zeros(2, 5))),
         ("rule gives scores of shape", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, rule=lambda x, u: u[:, :4])),
         ("ids_keep has shape .1, 3., but there are 2", lambda: TokenRouter.start_route(tokens(), IDS_KEEP[:1])),
         ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3], tokens(), IDS_KEEP[:1])),

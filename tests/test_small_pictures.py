@@ -104,7 +104,7 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
 
 
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(prepared, train):
-    files = [f"data.path={prepared / 'latents'}", f"evaluation.weights={prepared / 'fashion.safetensors'}"]
+    files = [f"data.path={prepared / 'latents'}", f"evaluation.detector_weights={prepared / 'fashion.safetensors'}"]
     files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
     run = train("any_name", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")

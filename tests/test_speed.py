@@ -41,7 +41,7 @@ def outputs_and_gradients(net, seed=0, block=None):
     x, t, y = torch.randn(2, 3, 8, 8, generator=g), torch.randn(2, generator=g), torch.arange(2)
     drop, scores = torch.tensor([True, False]), torch.rand(2, 1, 16, generator=g)
     observed = ObservedNetwork(net, block)
-    out = [observed(x, t, y, drop_labels=drop, route_scores=scores)]
+    out = [observed(x, t, y, drop_labels=drop, route_noise=scores)]
     out += [observed.tokens] if block else []
     loss = sum(tensor.square().sum() for tensor in out)
     return out + list(torch.autograd.grad(loss, [p for p in net.parameters() if p.requires_grad]))

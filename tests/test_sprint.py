@@ -54,7 +54,7 @@ def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
     state = torch.get_rng_state()
     dense = net(x, t, y)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(dense, net(x, t, y, route_scores=torch.rand(3, 1, N)))
+    assert torch.equal(dense, net(x, t, y, route_noise=torch.rand(3, 1, N)))
     assert torch.equal(dense, net(x, t, y, selection_ratios=0.0))
     everything = torch.ones(3, dtype=torch.bool)
     calls = []
@@ -71,7 +71,7 @@ def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
 
 def test_the_residual_stream_stays_float32_under_autocast():
     net, seen = small(sprint.SPRINT, routes=[Route(0.75, 1, 2)], fp32_after_route=False), []
-    net.route_ends["1_2"].register_forward_hook(lambda module, args, out: seen.append((args[1].dtype, out.dtype)))
+    net.route_end_modules["1_2"].register_forward_hook(lambda module, args, out: seen.append((args[1].dtype, out.dtype)))
     x, t, y, _ = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         net(x, t, y)
@@ -88,7 +88,7 @@ def test_path_drop_guidance_costs_the_published_flops():
 
 def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
     net, seen = small(sprint.SPRINT, routes=[Route(0.75, 1, 2)], path_drop=0.3), []
-    net.route_ends["1_2"].register_forward_pre_hook(lambda module, args: seen.append(args[3]))
+    net.route_end_modules["1_2"].register_forward_pre_hook(lambda module, args: seen.append(args[3]))
     x, t, y = torch.zeros(2000, 3, 8, 8), torch.zeros(2000), torch.zeros(2000, dtype=torch.int64)
     with torch.no_grad():
         net.train()(x, t, y, generator=torch.Generator().manual_seed(0))
@@ -99,7 +99,7 @@ def test_paths_are_dropped_at_their_rate_in_training_and_never_in_evaluation():
 def test_only_sprint_adds_parameters_to_the_network_and_settings_that_do_not_fit_are_refused():
     plain, fused = ({*small(network, routes=[Route(0.5, 1, 2)]).state_dict()} for network in (dit.DiT, sprint.SPRINT))
     assert plain == {*small().state_dict()}
-    assert fused - plain == {f"route_ends.1_2.{name}" for name in ("mask_token", "proj.weight", "proj.bias")}
+    assert fused - plain == {f"route_end_modules.1_2.{name}" for name in ("mask_token", "proj.weight", "proj.bias")}
     with pytest.raises(ValueError, match="model=sprint needs a route"):
         small(sprint.SPRINT)
     with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\); 3 latents need \(3,\)"):
@@ -135,7 +135,7 @@ def whole(tmp_path_factory):
 
 
 def test_micro_batches_loader_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
-    assert weights(whole, 6)["route_ends.2_9.mask_token"].any()
+    assert weights(whole, 6)["route_end_modules.2_9.mask_token"].any()
     parts = train("parts", *SPRINT, "train.grad_accum_steps=2", "train.activation_checkpointing=blocks", "data.num_workers=2")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
@@ -145,7 +145,7 @@ def test_a_dense_second_stage_starts_from_a_sprint_run_and_keeps_the_fusion(whol
     dense = train("dense", *SPRINT, routes.replace("-3", "9"), f"init_from={whole}", "train.num_steps=1", "train.lr=1e-30")
     before, after = weights(whole, 6), weights(dense, 1)
     assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
-    with pytest.raises(UserError, match=r"model.safetensors: route_ends.1_9.mask_token is missing in the file"):
+    with pytest.raises(UserError, match=r"model.safetensors: route_end_modules.1_9.mask_token is missing in the file"):
         train("moved", *SPRINT, routes.replace("start_layer_idx:2", "start_layer_idx:1"), f"init_from={whole}")
     with pytest.raises(UserError, match="model.name: 'sprint' -> 'tread'"):
         train("tread", "model=tread", "model.backbone=DiT-XS/2", f"init_from={whole}")

@@ -71,6 +71,6 @@ def test_the_commands_of_the_page_run(inception_weights, tmp_path, monkeypatch):
             continue
         for line in block.replace("\\\n", "").splitlines():
             if line not in NOT_RUN:
-                run_line(line + (f" evaluation.weights={inception_weights}" if "reference=" in line else ""))
+                run_line(line + (f" evaluation.detector_weights={inception_weights}" if "reference=" in line else ""))
     assert (tmp_path / "runs/first/samples/step_0000002.png").exists()
     assert {path.parent.parent.name for path in tmp_path.glob("runs/*/evaluations/results.jsonl")} == {"first", "shapes"}

@@ -23,7 +23,7 @@ def test_signals_get_their_previous_handlers_back():
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     stop = StopSignal()
     os.kill(os.getpid(), signal.SIGTERM)
-    wait_for(stop.requested)
+    wait_for(stop.poll)
     stop.close()
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
 
@@ -35,11 +35,11 @@ def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at
         with contextlib.closing(StopSignal()) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.requested()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.poll()
             for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGRTMIN):  # Slurm, launcher
                 os.kill(os.getpid(), signum)
                 time.sleep(0.2)
-            assert stop.requested()
+            assert stop.poll()
     finally:
         signal.signal(signal.SIGHUP, ignored)
 
@@ -52,7 +52,7 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
         monkeypatch.setenv(launcher, "x")
     monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if the launcher had ended: this process has a new parent
     with contextlib.closing(StopSignal()) as stop:
-        assert stop.requested() == (launcher is not None)
+        assert stop.poll() == (launcher is not None)
 
 
 def wait_for_signals():

@@ -105,7 +105,7 @@ def test_two_training_steps_equal_their_definition(train, tmp_path):
         draws = {
             "drop_labels": torch.rand(4, generator=of["labels"]) < 0.4,
             "drop_paths": torch.rand(4, generator=of["paths"]) < 0.3,
-            "route_scores": torch.rand(4, 1, 16, generator=of["routes"]),
+            "route_noise": torch.rand(4, 1, 16, generator=of["routes"]),
         }
         sigma = (-1.2 + 1.2 * torch.randn(4, generator=of["diffusion"])).exp()
         noisy = x + sigma.reshape(-1, 1, 1, 1) * torch.randn(4, 1, 8, 8, generator=of["diffusion"])
@@ -284,7 +284,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, 
         (["data.path=nowhere"], "data.path=nowhere does not exist"),
         ([*EVALUATION, "evaluation.reference=null"], "evaluation.reference"),
         ([*EVALUATION, "evaluation.reference=/nonexistent.npz"], "/nonexistent.npz"),
-        ([*EVALUATION, "evaluation.detector=inception", "evaluation.weights=/nonexistent.pth"], "/nonexistent.pth"),
+        ([*EVALUATION, "evaluation.detector=inception", "evaluation.detector_weights=/nonexistent.pth"], "/nonexistent.pth"),
     ):
         with pytest.raises(UserError, match=words):
             train("run", *change)

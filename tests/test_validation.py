@@ -77,8 +77,8 @@ def test_batches_and_a_resume_do_not_change_the_validation_loss(run, tmp_path, h
 def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_levels(tmp_path, monkeypatch, diffusion):
     import training.trainer as trainer
 
-    seen, original = [], trainer.sums_by_level
-    monkeypatch.setattr(trainer, "sums_by_level", lambda *args: seen.append(args) or original(*args))
+    seen, original = [], trainer.sums_by_bin
+    monkeypatch.setattr(trainer, "sums_by_bin", lambda *args: seen.append(args) or original(*args))
     keys = [f"diffusion={diffusion}", "train.num_steps=4", "train.log_every=2", "train.grad_accum_steps=2", "checkpoint.every=3"]
     lines = [line["loss_by_level"] for line in metrics(run_train(tmp_path, "run", *keys))]
     for line, calls in zip(lines, (seen[:4], seen[4:])):

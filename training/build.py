@@ -107,16 +107,16 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     if not cfg.eval.every:
         raise UserError(f"eval.validation={cfg.eval.validation} is measured every eval.every steps, and eval.every=0")
     try:
-        found = LatentDataset(cfg.eval.validation)
+        validation = LatentDataset(cfg.eval.validation)
     except UserError as e:
         raise UserError(f"eval.validation: {e}") from e
-    check_same(found.identity, "eval.validation", found.path)
+    check_same(validation.fingerprint, "eval.validation", validation.path)
     for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes"):
-        here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (found, dataset))
+        here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
         if here != there:
-            raise UserError(f"eval.validation={found.path}: {key} is {here}, but {there} in data.path={dataset.path}")
-    found.info = dataset.info
-    return found
+            raise UserError(f"eval.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
+    validation.info = dataset.info
+    return validation
 
 
 def build_hooks(
@@ -127,9 +127,9 @@ def build_hooks(
     Raise UserError if the guidance, reference, detector, autoencoder or validation latents cannot be used.
     """
     validation = open_validation(cfg, dataset)
-    checkpoint = saving.Saving(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    found: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoint.check, wait=False)), checkpoint]
-    found += ema.hooks(run, cfg.train.ema_snapshot_every)
+    checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+    active: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
+    active += ema.hooks(run, cfg.train.ema_snapshot_every)
     # Check the sampling and evaluation settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
     recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
@@ -144,15 +144,15 @@ def build_hooks(
     compile_network(ema.net, mode)
     samplers = {key: recipe.sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
     if cfg.sample.every:
-        found.append(hooks.Grids(run, cfg.sample.every, samplers.pop("grid")))
+        active.append(hooks.Grids(run, cfg.sample.every, samplers.pop("grid")))
     if is_evaluated:
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
-        found.append(hooks.Evaluations(run, cfg.eval.every, evaluator, samplers))
+        active.append(hooks.SampleEvaluation(run, cfg.eval.every, evaluator, samplers))
     if validation:
-        found.append(Validation(run, cfg.eval.every, validation))
-    return found
+        active.append(Validation(run, cfg.eval.every, validation))
+    return active
 
 
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
@@ -172,7 +172,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     if cfg.init_state == "weights":
         changed = [line for line in changed if not line.startswith("data.num_classes")]
     else:  # the run also continues the projector's optimizer state and the tracked averages
-        continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.STARTED])
+        continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.FIXED_NO_EFFECT])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
@@ -189,5 +189,5 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
             f"resume: {checkpoint} belongs to a run with different settings: {'; '.join(changed)}. Restore them, or start "
             "another run with name=..."
         )
-    for line in schema.differences(stored, cfg, [schema.Role.NOTED]):
+    for line in schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED]):
         log.warning("resumed with a changed setting: %s", line)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from checkpoints import store
 from checkpoints.run import RunFolder
-from common.files import append_line, whole_file
+from common.files import append_line, open_atomically
 from common.images import labelled_grid
 from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
@@ -38,7 +38,7 @@ class Metrics(Hook):
         self.check()
         if trainer.step == trainer.first_step:
             return
-        record = trainer.measure()
+        record = trainer.pop_metrics()
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, record)
         track(trainer.accelerator, record)
@@ -76,11 +76,11 @@ class Grids(Hook):
         def sample(start: int) -> None:
             images.extend(self.sampler(seeds[start : start + size], labels[start : start + size]))
 
-        for start in until_stopped(bar, trainer.stop.requested_now):
+        for start in until_stopped(bar, trainer.stop.poll_now):
             on_main(partial(sample, start))
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
-            with whole_file(file) as f:
+            with open_atomically(file) as f:
                 grid.save(f, format="PNG")
             for tracker in accelerator.trackers:
                 tracker.log_images({"samples": [grid]}, commit=False)
@@ -88,31 +88,31 @@ class Grids(Hook):
 
 
 @dataclass
-class Scores(Hook):
+class EvaluationHook(Hook):
     """A hook that scores the EMA network and appends the scores to metrics.jsonl, unless the file already contains them.
 
-    Subclasses define two methods. `identify` returns the identifying fields for each metrics line of the current step. `measure`
-    returns the remaining fields of a line, and a mapping from display names to scores. Every process calls `measure`.
+    Subclasses define two methods. `identify` returns the identifying fields for each metrics line of the current step. `evaluate`
+    returns the remaining fields of a line, and a mapping from display names to scores. Every process calls `evaluate`.
     """
 
     run: RunFolder
     every: int
 
     def __call__(self, trainer: Trainer) -> None:
-        for about in on_main(partial(self.identify, trainer)):
-            if on_main(partial(self.run.has_evaluation, about)):
+        for key_fields in on_main(partial(self.identify, trainer)):
+            if on_main(partial(self.run.has_evaluation, key_fields)):
                 continue
             start_sec = time.perf_counter()
-            fields, shown = self.measure(trainer, about)
+            fields, shown = self.evaluate(trainer, key_fields)
             if trainer.accelerator.is_main_process:
-                append_line(self.run.metrics, about | fields | {"evaluation_sec": time.perf_counter() - start_sec})
+                append_line(self.run.metrics, key_fields | fields | {"evaluation_sec": time.perf_counter() - start_sec})
                 log.info("step %d: %s", trainer.step, format_metrics(shown))
             lists = {key: value for key, value in fields.items() if key != "metrics"}
             track(trainer.accelerator, {"step": trainer.step} | shown | lists)
 
 
 @dataclass
-class Evaluations(Scores):
+class SampleEvaluation(EvaluationHook):
     """A hook that evaluates samples and writes one metrics line for each guidance scale.
 
     Attributes:
@@ -132,10 +132,10 @@ class Evaluations(Scores):
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
         return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in self.samplers]
 
-    def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:
-        num_samples, sampler = about["num_samples"], self.samplers[about["cfg_scale"]]
+    def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
+        num_samples, sampler = key_fields["num_samples"], self.samplers[key_fields["cfg_scale"]]
         labels = draw_labels(range(num_samples), sampler.data.num_classes, trainer.cfg.eval.labels)
-        features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.requested_now)
+        features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.poll_now)
         metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
-        named = {display_name(metric, num_samples, about["cfg_scale"]): value for metric, value in metrics.items()}
+        named = {display_name(metric, num_samples, key_fields["cfg_scale"]): value for metric, value in metrics.items()}
         return {"metrics": metrics}, named

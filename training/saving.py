@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
-class Saving(Hook):
+class CheckpointHook(Hook):
     """A hook that writes checkpoints on the main process while training continues. Each save waits for the previous save.
 
     Raises:
@@ -53,12 +53,12 @@ class Saving(Hook):
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
-            "data": trainer.dataset.identity,
+            "data": trainer.dataset.fingerprint,
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),
             "loss_count": trainer.step - trainer.measured_step,
-            "level_sums": trainer.level_sums.tolist(),
-            "encoder": None if trainer.alignment is None else trainer.alignment.encoder,
+            "bin_sums": trainer.bin_sums.tolist(),
+            "encoder_hash": None if trainer.alignment is None else trainer.alignment.encoder_hash,
         }
         checkpoint = store.Checkpoint(trainer.step, **states, state=state, config=trainer.cfg.model_dump())
         self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
@@ -102,26 +102,26 @@ def copy_to_host(state: Any) -> Any:
 def resume(trainer: Trainer, folder: Path) -> None:
     """Resume a run from a verified checkpoint. Raise UserError if the latents, labels or encoder weights differ."""
     checkpoint = store.load(folder)
-    if checkpoint.state.get("data") != trainer.dataset.identity:
+    if checkpoint.state.get("data") != trainer.dataset.fingerprint:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
-    _copy_values(trainer, folder, checkpoint, with_optimizer=True)
+    _restore(trainer, folder, checkpoint, with_optimizer=True)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
     trainer.measured_step -= checkpoint.state["loss_count"]
-    trainer.level_sums.copy_(torch.tensor(checkpoint.state["level_sums"]))
+    trainer.bin_sums.copy_(torch.tensor(checkpoint.state["bin_sums"]))
     log.info("resumed from %s", folder)
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     """Load another run's weights and EMA from a verified checkpoint. With init_state=all, also load the optimizer and step."""
-    _copy_values(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
+    _restore(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
-def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
+def _restore(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
     """Copy a checkpoint into a trainer. The checkpoint is memory-mapped, so its tensors occupy host memory only briefly."""
     own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
     num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
@@ -135,8 +135,8 @@ def _copy_values(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
     store.check_tensors(folder / store.WEIGHTS["raw"], checkpoint.model, own)
     store.check_tensors(folder / store.WEIGHTS["ema"], checkpoint.ema, averages)
     if with_optimizer and trainer.alignment is not None:  # a run with init_state=weights trains a new projector
-        if checkpoint.state["encoder"] != trainer.alignment.encoder:
-            raise UserError(f"{folder} was aligned with other encoder weights than alignment.weights")
+        if checkpoint.state["encoder_hash"] != trainer.alignment.encoder_hash:
+            raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
         own |= projector

@@ -17,7 +17,7 @@ from training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def record(trainer: Trainer, run: RunFolder) -> None:
+def record_start(trainer: Trainer, run: RunFolder) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, log the settings and start wandb."""
     cfg, accelerator = trainer.cfg, trainer.accelerator
     if not accelerator.is_main_process:
@@ -26,12 +26,12 @@ def record(trainer: Trainer, run: RunFolder) -> None:
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())
         append_line(run.starts, describe_start(accelerator, trainer.step))
-    describe(trainer, run)
+    log_plan(trainer, run)
     if cfg.wandb.mode != "disabled":
         start_wandb(accelerator, cfg, run)
 
 
-def describe(trainer: Trainer, run: RunFolder) -> None:
+def log_plan(trainer: Trainer, run: RunFolder) -> None:
     """Log the main settings of a run and the disk space that its checkpoints need."""
     cfg, net, data, train, device = trainer.cfg, trainer.net, trainer.dataset, trainer.cfg.train, trainer.device
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)

@@ -67,7 +67,7 @@ class StopSignal:
             if now_sec - self._first_urgent_sec > SAME_REQUEST_SEC:
                 os._exit(128 + signum)
 
-    def requested(self) -> bool:
+    def poll(self) -> bool:
         """Return whether to stop after this step, possibly one step late. Every process must call this method once per step."""
         here = self.signum is not None
         if self._group is None:
@@ -77,15 +77,15 @@ class StopSignal:
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
-    def requested_now(self) -> bool:
-        """Wait for all processes and return the answer without the delay of `requested`. Hooks call it before each batch."""
-        return self.requested() or self.finish()
+    def poll_now(self) -> bool:
+        """Wait for all processes and return the answer without the delay of `poll`. Hooks call it before each batch."""
+        return self.poll() or self.finish()
 
     def finish(self) -> bool:
         """Wait for the previous step's all-reduce and return the result. Every process must call `finish` after the last step.
 
         Raises:
-            UserError: If another process exited or did not call `requested` within PATIENCE.
+            UserError: If another process exited or did not call `poll` within PATIENCE.
         """
         if self._pending is None:
             return False

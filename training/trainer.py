@@ -24,7 +24,7 @@ from training.parallel import prepare
 from training.stop import StopSignal
 
 # Number of noise level bins for which losses are reported. Each bin is equally likely in training.
-NUM_LEVELS = 10
+NUM_BINS = 10
 # A run has diverged if its mean loss exceeds this limit. A network that predicts zero has a loss of at most (std / sigma_data)^2,
 # which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
 MAX_LOSS = 1e6
@@ -60,12 +60,12 @@ class Trainer:
         hooks: Hooks in the order in which the trainer calls them.
 
     Attributes:
-        modules: The trained modules, which are `net` and, with alignment, the projector. `models` contains the same modules after
-            accelerate has wrapped them. `parameters` contains all trained and untrained parameters of the modules.
+        modules: The trained modules, which are `net` and, with alignment, the projector. `wrapped` contains the modules that
+            accelerate has wrapped. `parameters` contains all trained and untrained parameters of the modules.
         step: Number of completed optimizer steps. Training starts at `first_step`. The last metrics line is for `measured_step`.
-        parts: Row slices of the global batch, one for each micro-batch of this process.
-        loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `level_sums` contains the diffusion
-            loss sums by noise level (`sums_by_level`). The sums stay on the device, so no training step waits for the device.
+        slices: Row slices of the global batch, one for each micro-batch of this process.
+        loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `bin_sums` contains the diffusion
+            loss sums by noise level (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
         stop: The `StopSignal` during training, and None otherwise.
         stopped_by: Number of the first signal that this process received during training, or None.
     """
@@ -83,7 +83,7 @@ class Trainer:
         self.accelerator, self.cfg, self.net, self.ema, self.dataset = accelerator, cfg, net.train(), ema, dataset
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
-        self.models = prepare(accelerator, cfg.train, self.modules, ema.net)
+        self.wrapped = prepare(accelerator, cfg.train, self.modules, ema.net)
         self.parameters = [p for module in self.modules for p in module.parameters()]
         optimizer = torch.optim.AdamW(
             [p for p in self.parameters if p.requires_grad],
@@ -94,13 +94,13 @@ class Trainer:
         )
         self.optimizer = accelerator.prepare(optimizer)
 
-        num_parts = cfg.train.grad_accum_steps
-        size = cfg.train.batch_size // (accelerator.num_processes * num_parts)
-        start = accelerator.process_index * num_parts * size
-        self.parts = [slice(start + m * size, start + (m + 1) * size) for m in range(num_parts)]
+        num_micro_batches = cfg.train.grad_accum_steps
+        size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
+        start = accelerator.process_index * num_micro_batches * size
+        self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.step = self.first_step = self.measured_step = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
-        self.level_sums = torch.zeros(2, NUM_LEVELS, device=self.device)
+        self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.grad_norm: Tensor | None = None
         self.clock = Clock(self.device)
         self.stop: StopSignal | None = None
@@ -109,27 +109,27 @@ class Trainer:
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
         train, data = self.cfg.train, self.dataset
-        order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.parts, data.has_flips)
+        order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.slices, data.has_flips)
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        return zip(*[micro_batches] * len(self.parts))  # one tuple of micro-batches per step
+        return zip(*[micro_batches] * len(self.slices))  # one tuple of micro-batches per step
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
         """Run the forward pass, backward pass, optimizer and EMA for one global batch without waiting for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each slice in `self.parts`. With alignment, each tuple also has images.
+            micro_batches: (stored latents, labels) for each slice in `self.slices`. With alignment, each tuple also has images.
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
-        for m, (part, micro_batch) in enumerate(zip(self.parts, micro_batches)):
-            is_last = m == len(self.parts) - 1  # DDP averages the gradients over processes in the last backward
+        for m, (rows, micro_batch) in enumerate(zip(self.slices, micro_batches)):
+            is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
             with contextlib.ExitStack() as stack:
-                for model in () if is_last else self.models:
+                for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
-                losses, level_sums = self.losses(part, *micro_batch)
-                (sum(losses[1:], losses[0]) / len(self.parts)).backward()
-            losses_of_step += torch.stack(losses).detach() / len(self.parts)
-            self.level_sums += level_sums
+                losses, bin_sums = self.losses(rows, *micro_batch)
+                (sum(losses[1:], losses[0]) / len(self.slices)).backward()
+            losses_of_step += torch.stack(losses).detach() / len(self.slices)
+            self.bin_sums += bin_sums
         if self.cfg.train.grad_clip_norm is not None:
             self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm)
         for group in self.optimizer.param_groups:
@@ -141,28 +141,28 @@ class Trainer:
         self.loss_sums += losses_of_step
         self.step += 1
 
-    def losses(self, part: slice, stored: Tensor, labels: Tensor, shown: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Return the losses of a micro-batch and its diffusion loss sums by noise level (`sums_by_level`).
+    def losses(self, rows: slice, stored: Tensor, labels: Tensor, images: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return the losses of a micro-batch and its diffusion loss sums by noise level (`sums_by_bin`).
 
         The first loss is the diffusion loss. With alignment, the second loss is the alignment loss, and the trainer minimises
         the sum of both losses. All random numbers depend only on (seed, step, row of the global batch).
 
         Args:
-            shown: Images for the alignment encoder (see `Alignment.fetch`), or None.
+            images: Images for the alignment encoder (see `Alignment.fetch`), or None.
         """
 
         def random(stream: str) -> StepRandom:
-            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, part, self.device)
+            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, rows, self.device)
 
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random("latents"))
-        net = self.models[0] if shown is None else self.alignment.observe(self.models[0])
+        net = self.wrapped[0] if images is None else self.alignment.observe(self.wrapped[0])
         noise = random("diffusion")
         losses = self.cfg.diffusion.loss(net, x, labels, noise, **self.net.draw_inputs(random))
-        level_sums = sums_by_level(losses.detach(), noise.quantiles)
-        if shown is None:
-            return [losses.mean()], level_sums
-        return [losses.mean(), self.alignment.loss(self.models[1], net, shown.to(self.device, non_blocking=True))], level_sums
+        bin_sums = sums_by_bin(losses.detach(), noise.quantiles)
+        if images is None:
+            return [losses.mean()], bin_sums
+        return [losses.mean(), self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True))], bin_sums
 
     def train(self) -> bool:
         """Train from self.step to the end of the run or until a signal arrives, and call the hooks when they are due.
@@ -187,7 +187,7 @@ class Trainer:
                 while self.step < num_steps:
                     self.train_step(next(batches))
                     self.bar.update()
-                    is_asked = self.stop.requested()
+                    is_asked = self.stop.poll()
                     self._call_hooks()
                     if is_asked and self.step < num_steps:
                         raise Interrupted
@@ -211,7 +211,7 @@ class Trainer:
                 for hook in due:
                     hook(self)
 
-    def measure(self) -> dict[str, Any]:
+    def pop_metrics(self) -> dict[str, Any]:
         """Return a metrics record with the losses and speed since the last record.
 
         Every process must call this method between steps. Raise UserError if the run has diverged.
@@ -222,7 +222,7 @@ class Trainer:
         record = {
             "step": self.step,
             **dict(zip(("loss", "alignment_loss"), losses)),
-            "loss_by_level": means_by_level(self.level_sums),
+            "loss_by_level": means_by_bin(self.bin_sums),
             "lr": self.optimizer.param_groups[0]["lr"],
             "steps_per_sec": steps_per_sec,
             "images_per_sec": steps_per_sec * batch_size,
@@ -233,7 +233,7 @@ class Trainer:
             record["grad_norm"] = float(self.grad_norm)
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        self.loss_sums, self.level_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.level_sums)
+        self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)
         self.measured_step, self.clock.seconds = self.step, 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
@@ -243,7 +243,7 @@ class Trainer:
 
         Every process must call this method. Raise UserError if the run has diverged.
         """
-        self.loss_sums, self.level_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.level_sums))
+        self.loss_sums, self.bin_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.bin_sums))
         losses = (self.loss_sums / max(self.step - self.measured_step, 1)).tolist()
         if not all(loss < MAX_LOSS for loss in losses):
             raise UserError(
@@ -253,16 +253,16 @@ class Trainer:
         return losses
 
 
-def sums_by_level(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """Sum and count losses [B] for each noise level. Return a [2, NUM_LEVELS] tensor. `quantiles` is [B] (see `SampleRandom`)."""
-    level = (quantiles * NUM_LEVELS).long().clamp(max=NUM_LEVELS - 1)
-    is_in_level = torch.arange(NUM_LEVELS, device=losses.device)[:, None] == level  # [NUM_LEVELS, B]
+def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
+    """Sum and count losses [B] for each noise level. Return a [2, NUM_BINS] tensor. `quantiles` is [B] (see `SampleRandom`)."""
+    level = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    is_in_level = torch.arange(NUM_BINS, device=losses.device)[:, None] == level  # [NUM_BINS, B]
     return torch.stack([torch.where(is_in_level, losses, 0).sum(dim=1), is_in_level.sum(dim=1)])
 
 
-def means_by_level(level_sums: Tensor) -> list[float | None]:
-    """Return the mean loss for each noise level, given the result of `sums_by_level`. Levels without samples get None."""
-    return [total / count if count else None for total, count in zip(*level_sums.tolist())]
+def means_by_bin(bin_sums: Tensor) -> list[float | None]:
+    """Return the mean loss for each noise level, given the result of `sums_by_bin`. Levels without samples get None."""
+    return [total / count if count else None for total, count in zip(*bin_sums.tolist())]
 
 
 def learning_rate(train: Train, step: int) -> float:

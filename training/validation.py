@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from common.progress import progress_bar
-from common.randomness import EvenRandom, SeedRandom
+from common.randomness import SeedRandom, StratifiedRandom
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import until_stopped
-from training.hooks import Scores
-from training.trainer import NUM_LEVELS, Trainer, means_by_level, sums_by_level
+from training.hooks import EvaluationHook
+from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
 
 
 @dataclass
-class Validation(Scores):
+class Validation(EvaluationHook):
     """A hook that measures the mean validation loss and the mean loss for each noise level.
 
     Item i always has the same noise and the same noise level, which is a fixed quantile of the noise levels in training.
@@ -27,17 +27,17 @@ class Validation(Scores):
     dataset: LatentDataset
 
     def identify(self, trainer: Trainer) -> list[dict]:
-        settings = {"weights": "ema", "precision": trainer.cfg.eval.precision, "latents": self.dataset.identity}
+        settings = {"weights": "ema", "precision": trainer.cfg.eval.precision, "latents": self.dataset.fingerprint}
         return [{"step": trainer.step, "num_samples": len(self.dataset), "cfg_scale": 1.0, "settings": settings}]
 
-    def measure(self, trainer: Trainer, about: dict) -> tuple[dict, dict[str, float]]:
-        sums = trainer.accelerator.reduce(self.level_sums(trainer), reduction="sum")
+    def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
+        sums = trainer.accelerator.reduce(self.bin_sums(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
-        return {"metrics": loss, "validation_loss_by_level": means_by_level(sums)}, loss
+        return {"metrics": loss, "validation_loss_by_level": means_by_bin(sums)}, loss
 
     @torch.no_grad()
-    def level_sums(self, trainer: Trainer) -> Tensor:
-        """Sum and count this process's validation losses for each noise level. Return a [2, NUM_LEVELS] tensor."""
+    def bin_sums(self, trainer: Trainer) -> Tensor:
+        """Sum and count this process's validation losses for each noise level. Return a [2, NUM_BINS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.
         size, num_processes = cfg.eval.batch_size, accelerator.num_processes
@@ -45,13 +45,13 @@ class Validation(Scores):
         numbers = np.arange(num_batches * num_processes * size).reshape(num_batches, num_processes, size)
         batches = numbers[:, accelerator.process_index]
         bar = progress_bar(batches, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
-        sums = torch.zeros(2, NUM_LEVELS, device=device)
-        for batch in until_stopped(bar, trainer.stop.requested_now):
-            items, counts = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
+        sums = torch.zeros(2, NUM_BINS, device=device)
+        for batch in until_stopped(bar, trainer.stop.poll_now):
+            items, is_counted = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
             stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
             x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
-            random = EvenRandom(items, device, "validation")
+            random = StratifiedRandom(items, device, "validation")
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.eval.precision == "bf16"):
                 losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random)
-            sums += sums_by_level(losses[counts], random.quantiles[counts])
+            sums += sums_by_bin(losses[is_counted], random.quantiles[is_counted])
         return sums

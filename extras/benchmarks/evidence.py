@@ -19,7 +19,7 @@ import numpy as np
 from scipy.stats import t
 
 from checkpoints import store
-from common.files import read_json, read_lines, write_file
+from common.files import read_json, read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
 from evaluations.results import markdown_table, plot
@@ -36,7 +36,7 @@ LOSS, SEARCH_SEED = "validation_loss", 100
 CHOOSING, COMPARING = 0, 2000  # first sampling seed for choosing a guidance scale, and for all other figures
 
 
-def evidence(equal_time: Text = str(EQUAL_TIME), tokens: Text = str(TOKENS), pictures: Text | None = None) -> None:
+def evidence(equal_time: str = str(EQUAL_TIME), tokens: str = str(TOKENS), pictures: str | None = None) -> None:
     """Print the tables for both sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
     for file, print_tables in ((equal_time, show_equal_time), (tokens, show_tokens)):
         print_tables(sorted(read_lines(Path(file)), key=lambda line: line["seed"]))
@@ -149,10 +149,10 @@ def draw_scales(lines: list[dict], folder: Path) -> None:
     found = {metric: [[*find_values(chosen, metric, **point).values()] for point in points] for metric in NAMES}
     means = {NAMES[metric]: [fmean(values) for values in columns] for metric, columns in found.items()}
     deviations = {NAMES[metric]: [pooled_deviation([values])[0] for values in columns] for metric, columns in found.items()}
-    write_file(folder / "fashion_scales.png", plot(points, means["distance"], deviations["distance"], "distance"))
+    write_atomically(folder / "fashion_scales.png", plot(points, means["distance"], deviations["distance"], "distance"))
     recalls = [{"arm": point["arm"], "recall": recall} for point, recall in zip(points, means["recall"])]
     curve = plot(recalls, means["precision"], deviations["precision"], "precision")
-    write_file(folder / "fashion_precision_recall.png", curve)
+    write_atomically(folder / "fashion_precision_recall.png", curve)
 
 
 def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
@@ -176,7 +176,7 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             lines.append(about | line["about"] | kept | {"standard_errors": errors} | weights[kept["step"]])
         lines.append(about | {"steps_per_sec": speeds, "metrics": {}})
-    write_file(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:

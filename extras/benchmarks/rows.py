@@ -16,9 +16,9 @@ from accelerate.utils import set_seed
 
 from checkpoints import load
 from common.errors import UserError
-from common.types import Count, Whole
+from common.types import PositiveInt
 from configs import schema
-from configs.command_line import check
+from configs.command_line import parse_config
 from configs.compose import compose_overrides
 from extras.benchmarks.harness import TimedRow, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
@@ -37,7 +37,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         defaults.append("data=imagenet256")
-    cfg = check(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
+    cfg = parse_config(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
     if cfg.data.path is None:
         path = write_random_latents(folder, cfg.data, max(2 * cfg.train.batch_size, 64))
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"path": str(path)})})
@@ -71,7 +71,7 @@ def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
 
 
 def step(
-    variants: list[str] = ("",), overrides: list[str] = (), rounds: Count = 5, steps: Count = 3, warmup: Whole = 2
+    variants: list[str] = ("",), overrides: list[str] = (), rounds: PositiveInt = 5, steps: PositiveInt = 3, warmup: int = 2
 ) -> list[dict[str, object]]:
     """Time the training step of each variant (train.py arguments separated by spaces). `overrides` apply to all variants."""
     with TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def step(
     return records
 
 
-def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Count = 3) -> None:
+def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: PositiveInt = 3) -> None:
     """Print the operations that take the most time in `steps` training steps of each variant."""
     with TemporaryDirectory() as folder:
         for variant in variants:

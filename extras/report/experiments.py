@@ -110,7 +110,9 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
 def identity_of(config: dict) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
-    identity = {key: value for key, value in config.items() if find_role(key) not in (None, Role.STARTED) and key != "seed"}
+    identity = {
+        key: value for key, value in config.items() if find_role(key) not in (None, Role.FIXED_NO_EFFECT) and key != "seed"
+    }
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity

@@ -14,7 +14,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from checkpoints import store
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import read_lines
 from configs.settings import flatten
 from evaluations.results import in_words
@@ -113,7 +113,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    with reading("it"):
+    with as_user_error("it"):
         stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():

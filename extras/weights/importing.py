@@ -13,10 +13,10 @@ import dit
 from checkpoints import store
 from checkpoints.load import build_network
 from common.errors import UserError
-from common.files import write_file
-from common.types import Count, Positive, Text
+from common.files import write_atomically
+from common.types import PositiveFloat, PositiveInt, Text
 from configs import schema
-from configs.command_line import check
+from configs.command_line import parse_config
 from configs.compose import compose_overrides
 from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from configs.schema import AutoencoderSpec
@@ -46,8 +46,8 @@ def import_weights(
     kind: Literal[tuple(KINDS_OF_WEIGHTS)],
     output: Text,
     autoencoder: AutoencoderSpec | None = None,
-    scale_factor: Positive | None = None,
-    resolution: Count | None = None,
+    scale_factor: PositiveFloat | None = None,
+    resolution: PositiveInt | None = None,
     latents_stats: Text | None = None,
 ) -> None:
     """Import published weights as a run. Tensor shapes determine the sizes. Sampler settings are those of the published scores.
@@ -97,7 +97,7 @@ def import_weights(
         model, ema = turn_time_and_sign(model), turn_time_and_sign(ema)
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or LONG_TRAINED, "imported_from": f"{source} (kind={kind})"}
-    write_file(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
     checkpoint = store.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
     written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
@@ -108,4 +108,4 @@ def build_config(kind: str, changed: dict) -> schema.TrainConfig:
     """Compose the run's configuration from our defaults, the published sampler and `changed`. Later values take precedence."""
     model, diffusion, published = KINDS_OF_WEIGHTS[kind]
     composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *published.split()])
-    return check(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)
+    return parse_config(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)

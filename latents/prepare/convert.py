@@ -10,7 +10,7 @@ import torch
 
 from common.errors import UserError
 from common.progress import progress_bar
-from common.types import AutoencoderSpec, Count, Positive, Text
+from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
@@ -21,63 +21,63 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConvertConfig:
     """Keys of `prepare_latents.py convert`. The latent format or the autoencoder determines the values of null keys."""
 
     path: Text  # file or folder of latents in a format that docs/data.md lists
     output: Text  # folder for the shards
     kind: Kind | None = None  # `moments` or `sample` (required for tars)
-    scale: Positive | None = None  # factor that scaled the stored samples (1 or 0.18215, required for tars of samples)
-    scale_factor: Positive | None = None  # factor that scales latents before they enter the network
+    scale: PositiveFloat | None = None  # factor that scaled the stored samples (1 or 0.18215, required for tars of samples)
+    scale_factor: PositiveFloat | None = None  # factor that scales latents before they enter the network
     autoencoder: AutoencoderSpec | None = None  # autoencoder as in `encode`, or `none` (default for 4 channels: SD-VAE)
-    resolution: Count | None = None  # image height and width in pixels
-    num_classes: Count | None = None  # number of classes (default: the largest label + 1)
+    resolution: PositiveInt | None = None  # image height and width in pixels
+    num_classes: PositiveInt | None = None  # number of classes (default: the largest label + 1)
     # If true, normalise each channel with its measured mean and standard deviation. If null, use the statistics in LightningDiT's
     # latents_stats.pt, if this file exists. If false, do not normalise.
     normalize: bool | None = None
     keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the images from REPA's folder images/ for alignment
     dtype: Dtype = "float16"  # data type of the stored latents
-    shard_size: Count = SHARD_SIZE  # number of latents per shard
+    shard_size: PositiveInt = SHARD_SIZE  # number of latents per shard
 
 
-def convert(conversion: Conversion) -> None:
+def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
-    source = open_latents(conversion.path)
-    log.info("%s: %d items, %s. %s", conversion.path, len(source.labels), type(source).__name__, source.note)
-    info, scale = settle_header(source, conversion)
+    source = open_latents(cfg.path)
+    log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)
+    info, scale = settle_header(source, cfg)
     log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
-    settings |= {"normalize": conversion.normalize, "keep_images": conversion.keep_images}
-    read_image = source.find_images(info.resolution) if conversion.keep_images == "jpeg" else None
+    settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
+    read_image = source.find_images(info.resolution) if cfg.keep_images == "jpeg" else None
     fingerprint, num_items = source.fingerprint(), len(source.labels)
-    shard_size, dtype = conversion.shard_size, conversion.dtype
-    writer = ShardWriter(conversion.output, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
+    shard_size, dtype = cfg.shard_size, cfg.dtype
+    writer = ShardWriter(cfg.output, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_image is not None:
             tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
         writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), info, tensors)
-    writer.finish(normalize=bool(conversion.normalize), source=conversion.path)
+    writer.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 
-def settle_header(source: LatentSource, conversion: Conversion) -> tuple[ShardInfo, float]:
+def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
     """Return the header of the shards and the scale of the source's stored values. The user's keys override the format's values.
 
     Raise UserError if a value is unknown or inconsistent with the latents.
     """
     channels, height, width = source.shape
-    kind = conversion.kind or source.kind
-    scale = conversion.scale or source.scale or (1.0 if kind == "moments" else None)
-    autoencoder = conversion.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
+    kind = cfg.kind or source.kind
+    scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)
+    autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
     scale_factor, factor = known_scale_and_factor(autoencoder or "none") or (None, None)
-    statistics = source.channel_statistics if conversion.normalize is None else None
+    statistics = source.channel_statistics if cfg.normalize is None else None
     header = {
         "kind": kind,
         "autoencoder": autoencoder,
-        "scale_factor": conversion.scale_factor or (1.0 if statistics or conversion.normalize else scale_factor),
-        "resolution": conversion.resolution or (factor and factor * height),
-        "num_classes": count_classes(source.labels, conversion.num_classes),
+        "scale_factor": cfg.scale_factor or (1.0 if statistics or cfg.normalize else scale_factor),
+        "resolution": cfg.resolution or (factor and factor * height),
+        "num_classes": count_classes(source.labels, cfg.num_classes),
     }
     if missing := [f"{key}=" for key, value in {**header, "scale": scale}.items() if value is None]:
         raise UserError(f"{source.path}: give {', '.join(missing)}, unknown for latents {list(source.shape)} of this format")

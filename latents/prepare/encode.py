@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from common.types import Colour, Count, Positive, Whole
+from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.prepare.images import LabelledImages, read_cropped, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Encoding:
+class EncodeConfig:
     """Keys of `prepare_latents.py encode`."""
 
     images: str  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
@@ -36,7 +36,7 @@ class Encoding:
     labels: Literal["auto", "none"] = "auto"  # `none` assigns all images to a single class
     part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
     resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
-    pad: Whole = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
+    pad: NonNegativeInt = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
     background: Colour = "white"  # background colour for transparent images, either a name or '#rrggbb' in quotes
     grey: bool = False  # whether to convert images to one grey channel (requires autoencoder=identity)
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
@@ -45,16 +45,16 @@ class Encoding:
     keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the cropped images for alignment
     normalize: bool = False  # whether to normalise each network input channel to mean 0 and standard deviation 1 over all latents
     latents_stats: str | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
-    sigma_data: Positive | None = None  # target standard deviation of the network input (0.5 for EDM), which sets scale_factor
+    sigma_data: PositiveFloat | None = None  # target standard deviation of the network input (EDM: 0.5), which sets scale_factor
     num_classes: NumClasses | None = None  # number of classes, at most 1,000,000 (default: from class names or labels)
     precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 is intended for GPUs)
     dtype: Dtype = "float16"  # data type of the stored latents
-    seed: Whole = 0  # random seed for kind=sample
-    shard_size: Count = SHARD_SIZE  # number of images per shard (processes buffer a shard in memory and lose it if interrupted)
+    seed: NonNegativeInt = 0  # random seed for kind=sample
+    shard_size: PositiveInt = SHARD_SIZE  # images per shard (a process buffers one in memory and loses it if interrupted)
     on_error: Literal["stop", "skip"] = "stop"  # what to do with unreadable images (manifest.json lists skipped images)
-    batch_size: Count = 64  # batch size per process
-    num_workers: Whole | None = None  # number of loader workers per process (default: an equal share of the CPU cores)
-    cpu_threads: Count | None = None  # number of threads per process (default: an equal share of the CPU cores)
+    batch_size: PositiveInt = 64  # batch size per process
+    num_workers: NonNegativeInt | None = None  # number of loader workers per process (default: an equal share of the CPU cores)
+    cpu_threads: PositiveInt | None = None  # number of threads per process (default: an equal share of the CPU cores)
     tf32: bool = True  # whether CUDA uses TF32 for float32 matrix products and convolutions
 
 
@@ -73,31 +73,31 @@ class _Batch(NamedTuple):
     jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
 
 
-def _read_batch(source: LabelledImages, encoding: Encoding, numbers: list[int]) -> _Batch:
+def _read_batch(source: LabelledImages, cfg: EncodeConfig, numbers: list[int]) -> _Batch:
     pixels, kept, left_out = [], [], []
-    crop = encoding.resolution, encoding.background, encoding.pad, encoding.grey
+    crop = cfg.resolution, cfg.background, cfg.pad, cfg.grey
     for number in numbers:
         name = source.names[number]
         try:
-            with reading(name):
+            with as_user_error(name):
                 pixels.append(read_cropped(source, number, *crop))
             kept.append(number)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
-    jpegs = [to_jpeg(image) for image in pixels] if encoding.keep_images == "jpeg" else []
-    stacked = np.array(pixels, np.uint8).reshape(-1, encoding.resolution, encoding.resolution, 3)
+    jpegs = [to_jpeg(image) for image in pixels] if cfg.keep_images == "jpeg" else []
+    stacked = np.array(pixels, np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3)
     return _Batch(torch.from_numpy(stacked), kept, left_out, jpegs)
 
 
 def encode_images(
-    source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, encoding: Encoding, accelerator: Accelerator
+    source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, cfg: EncodeConfig, accelerator: Accelerator
 ) -> None:
     """Encode the images of all missing shards and write the shards. The processes divide the shards among themselves.
 
     A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
-    `encoding.num_workers` must not be None. Raise UserError if an image is unreadable and on_error=stop.
+    `cfg.num_workers` must not be None. Raise UserError if an image is unreadable and on_error=stop.
     """
-    rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, encoding.batch_size
+    rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
     accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
     if accelerator.is_main_process:
         writer.open()
@@ -106,46 +106,46 @@ def encode_images(
     accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    loading = {"num_workers": encoding.num_workers, "pin_memory": accelerator.device.type == "cuda"}
-    loading |= {"batch_sampler": batch_ranges, "collate_fn": functools.partial(_read_batch, source, encoding)}
+    loading = {"num_workers": cfg.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    loading |= {"batch_sampler": batch_ranges, "collate_fn": functools.partial(_read_batch, source, cfg)}
     batches = iter(DataLoader(range(len(source)), **loading))
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
-            kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, encoding)]
+            kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, cfg)]
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
-                if batch.left_out and encoding.on_error == "stop":
+                if batch.left_out and cfg.on_error == "stop":
                     raise UserError(f"{batch.left_out[0]['problem']}; repair or remove the image, or set on_error=skip")
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
                 if batch.kept:
-                    latents = _encode(batch, vae, encoding, accelerator.device)
+                    latents = _encode(batch, vae, cfg, accelerator.device)
                     encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # runs while the device encodes
                     encoded.append(latents)
                 bar.update(len(batch.kept) + len(batch.left_out))
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
-            tensors |= pack_images(jpegs) if encoding.keep_images == "jpeg" else {}
+            tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
             written.result()  # wait for the previous shard, so that at most one shard is queued
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
         written.result()
 
 
-def _no_latents(vae: Autoencoder, encoding: Encoding) -> dict[str, Tensor]:
+def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
     """Return empty latents [0, C or 2C, h, w], so that a shard can be written even if all its images are unreadable."""
-    channels = (1 if encoding.grey else vae.channels) * (1 + (encoding.kind == "moments"))
-    size = encoding.resolution // vae.factor
-    return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + encoding.flips]}
+    channels = (1 if cfg.grey else vae.channels) * (1 + (cfg.kind == "moments"))
+    size = cfg.resolution // vae.downsampling
+    return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + cfg.flips]}
 
 
-def _encode(batch: _Batch, vae: Autoencoder, encoding: Encoding, device: torch.device) -> dict[str, Tensor]:
+def _encode(batch: _Batch, vae: Autoencoder, cfg: EncodeConfig, device: torch.device) -> dict[str, Tensor]:
     """Encode a batch into latents [b, C or 2C, h, w] on the device. If flips=true, also encode the mirrored images."""
-    pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if encoding.grey else 3]
+    pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if cfg.grey else 3]
     latents = {}
-    for flip, name in enumerate(("latents", "latents_flip")[: 1 + encoding.flips]):
+    for flip, name in enumerate(("latents", "latents_flip")[: 1 + cfg.flips]):
         moments = vae.encode_moments(pixels.flip(-1) if flip else pixels)
-        if encoding.kind == "sample":
-            random = SeedRandom([(encoding.seed, number, flip) for number in batch.kept], device)
+        if cfg.kind == "sample":
+            random = SeedRandom([(cfg.seed, number, flip) for number in batch.kept], device)
             moments = draw_latents(moments, "moments", random)
         latents[name] = moments
     return latents

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | None = None) -> None:
     """Download the autoencoder, Inception, and timm's vision transformer `encoder` unless the weights are already cached."""
-    log.info("%s is complete: %s", autoencoder, autoencoders.find(autoencoder))
+    log.info("%s is complete: %s", autoencoder, autoencoders.find_weights(autoencoder))
     autoencoders.build(autoencoder, torch.device("cpu"))  # raises UserError if the weights cannot be loaded
     log.info("Inception is complete: %s", fetch_weights())
     if encoder is not None:

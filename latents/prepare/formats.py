@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.files import hash_bytes
 from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
@@ -43,7 +43,7 @@ class LatentSource:
 
     def __init__(self, path: Path):
         self.path = path
-        with reading(path):
+        with as_user_error(path):
             self._open()
             if not len(self.labels):
                 raise ValueError("there are no items")
@@ -56,7 +56,7 @@ class LatentSource:
         """
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for number in range(start, stop):
-            with reading(name := f"{self.path}: item {number} ({self.items[number]})"):
+            with as_user_error(name := f"{self.path}: item {number} ({self.items[number]})"):
                 arrays = [np.asarray(array, dtype=np.float32) for array in self._load(number)]
             if any(array.shape != self.shape or not np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} is {list(arrays[0].shape)} or not finite; need finite numbers {list(self.shape)}")
@@ -173,7 +173,7 @@ class REPAFolder(LatentSource):
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
         """Read images from `images/` next to `vae-sd/`. Like REPA, sort the names in both dataset.json files and pair them."""
         folder = Path(str(self.root)).parent / "images"
-        with reading(folder):
+        with as_user_error(folder):
             names, labels = read_dataset_json(folder)
         latent_order, image_order = np.argsort(self.items), np.argsort(names)
         if not np.array_equal(self.labels[latent_order], labels[image_order]):
@@ -181,7 +181,7 @@ class REPAFolder(LatentSource):
         image_of = dict(zip(latent_order.tolist(), image_order.tolist()))
 
         def read_image(number: int) -> bytes:
-            with reading(file := folder / names[image_of[number]]):
+            with as_user_error(file := folder / names[image_of[number]]):
                 image, _ = read_rgb(file)
                 if image.size != (resolution, resolution):
                     raise ValueError(f"{image.width}x{image.height} pixels instead of {resolution}x{resolution}")
@@ -202,7 +202,7 @@ class LightningDiTFolder(LatentSource):
     def _open(self) -> None:
         self.items, labels = [], []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
-            with reading(file), safe_open(file, framework="pt") as f:
+            with as_user_error(file), safe_open(file, framework="pt") as f:
                 if "about" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())

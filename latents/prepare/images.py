@@ -32,7 +32,7 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
 
 
 def read_cropped(images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool) -> np.ndarray:
-    """Read an image and crop it to uint8 [R, R, 3]. `Encoding` documents `resolution`, `background`, `pad` and `grey`."""
+    """Read an image and crop it to uint8 [R, R, 3]. `EncodeConfig` documents `resolution`, `background`, `pad` and `grey`."""
     image = ImageOps.expand(read_rgb(images.open(number), background)[0], pad)
     return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
 

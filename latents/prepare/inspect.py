@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError, reading
+from common.errors import UserError, as_user_error
 from common.progress import progress_bar
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, for_network, mean_and_std, overall_std
 from latents.prepare.images import open_labelled_images, read_cropped
@@ -133,6 +133,6 @@ def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
     defaults = {"background": "white", "pad": 0, "grey": False}
     settings = {key: dataset.settings.get(key, default) for key, default in defaults.items()}
     for i in spread_items(len(dataset), 16):
-        with reading(source.names[numbers[i]]):
+        with as_user_error(source.names[numbers[i]]):
             crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings))
     return np.stack(crops)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import lock_file, write_file
+from common.files import lock_file, write_atomically
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_intact, read_header, serialize_shard, shard_files
@@ -129,7 +129,7 @@ class ShardWriter:
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], info.kind).tolist(),
         }
-        write_file(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
+        write_atomically(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
 
     def finish(
         self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
@@ -172,7 +172,7 @@ class ShardWriter:
             "settings": self.settings,
             "shards": dataset.hashes,
         }
-        write_file(self.output / MANIFEST, json.dumps(manifest, indent=1))
+        write_atomically(self.output / MANIFEST, json.dumps(manifest, indent=1))
         (self.output / UNFINISHED).unlink()
         self._lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
@@ -185,4 +185,4 @@ class ShardWriter:
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **entries)) != info:
                 blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
-                write_file(shard.file, blob)
+                write_atomically(shard.file, blob)

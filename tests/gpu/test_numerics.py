@@ -58,7 +58,7 @@ def output_and_gradients(net, device, precision, batch_size=2):
     x, t, y, drop, scores = (tensor.to(device) for tensor in (x, t, y, drop, scores))
     with products(precision):
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            out = net(x, t, y, drop_labels=drop, route_scores=scores)
+            out = net(x, t, y, drop_labels=drop, route_noise=scores)
         out.float().square().sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     return out.detach().float().cpu(), gradients.float().cpu()

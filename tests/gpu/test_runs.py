@@ -19,7 +19,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_from_length
 from gpu.runs import trainer_for
-from training.saving import Saving, copy_to_host
+from training.saving import CheckpointHook, copy_to_host
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path):
@@ -79,7 +79,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
     trainer = trainer_for(device, size, tmp_path)
     run, batches, expected = RunFolder(str(tmp_path), "run"), trainer.batches(), {}
     run.open()
-    saving = Saving(run, 1, keep_last=9, keep_every=0)
+    saving = CheckpointHook(run, 1, keep_last=9, keep_every=0)
     for _ in range(2):
         for _ in range(3):
             trainer.train_step(next(batches))
@@ -151,7 +151,7 @@ def test_a_group_of_one_process_learns_the_same_as_a_process_without_a_group(dev
         trainer = trainer_for(device, size, tmp_path)
         model, before = trainer.net, copy_to_host(trainer.net.state_dict())
         if dist.is_initialized():
-            trainer.models[0] = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            trainer.wrapped[0] = DistributedDataParallel(model, gradient_as_bucket_view=True)
         batches = trainer.batches()
         for _ in range(4):
             trainer.train_step(next(batches))
