@@ -21,8 +21,7 @@ from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter
 
 # Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
-PATCH_SIZES = (1, 2, 4, 8)
-BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in PATCH_SIZES}
+BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in (1, 2, 4, 8)}
 
 
 def build(backbone: str, **kwargs) -> DiT:
@@ -149,18 +148,15 @@ class DiT(nn.Module):
     """The DiT network. In training mode, some tokens skip the routes. In evaluation mode, no token skips a block by default.
 
     Args:
-        input_size: Height and width of the latents. It must be a multiple of patch_size.
-        in_channels: Number of latent channels.
+        input_size: Height and width of the latents. The constructor raises ValueError if it is not a multiple of patch_size.
         num_classes: Number of classes. Labels range from 0 to num_classes - 1, and num_classes is the null class.
         learn_sigma: Whether to double the output channels, as in published DiT checkpoints. EDM and SiT drop the second half.
         class_dropout: Probability that the network replaces a label with the null class in training.
-        routes: Windows of blocks that some tokens skip. Without routes, the network is a plain DiT.
+        routes: Windows of blocks that some tokens skip, or () for a plain DiT. `TokenRouter` checks that they fit the depth.
         selection: Selection rule that chooses which tokens stay in a route, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: Run the block or final layer after each active route in float32 under autocast (TREAD, section 4).
         init: With `adaln_zero`, every block starts as the identity and the output starts at zero, as in DiT. With
             `official_tread`, the modulation and final layers start with Xavier-uniform weights, as in TREAD's official code.
-
-    The constructor raises ValueError if a route does not fit the depth or if input_size is not a multiple of patch_size.
     """
 
     block_class: type[nn.Module] = DiTBlock
@@ -201,9 +197,8 @@ class DiT(nn.Module):
 
         self.router = TokenRouter(routes, depth)
         # Route modules are named after the route's blocks, so that weights cannot load into a route at other blocks.
-        places = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
-        ends = {place: self.route_end_class(width) for place in places} if self.route_end_class else {}
-        self.route_end_modules = nn.ModuleDict(ends)
+        names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes if self.route_end_class]
+        self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
         self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
         self.initialize_weights(init)

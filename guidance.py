@@ -97,8 +97,7 @@ def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, 
 
     def branches(ratios: tuple[float, ...], *batch: Tensor) -> list[Tensor]:
         route_noise = inputs.draw_route_noise() if any(ratios) else None
-        routings = ({"selection_ratios": ratio, "route_noise": route_noise} if ratio > 0 else {} for ratio in ratios)
-        return [inputs.denoise(*batch, **routing) for routing in routings]
+        return [inputs.denoise(*batch, selection_ratios=ratio, route_noise=route_noise) for ratio in ratios]
 
     return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, **bounds)
 
@@ -110,11 +109,7 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) ->
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
-
-    def own_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return inputs.denoise(x, level, y), inputs.weak(x, level, y)
-
-    return _guide(own_and_weak, inputs.denoise, w, **bounds)
+    return _guide(lambda *batch: (inputs.denoise(*batch), inputs.weak(*batch)), inputs.denoise, w, **bounds)
 
 
 def _guide(

@@ -17,12 +17,11 @@ SLOW_SEC = 2.0
 
 def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
     """Show a tqdm bar on stderr, or print a line every LOG_EVERY_SEC if stderr is not a terminal. tqdm receives `settings`."""
-    settings = {"smoothing": 0.05, **settings}
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        return tqdm(items, file=sys.stderr, dynamic_ncols=True, **settings)
+        return tqdm(items, file=sys.stderr, dynamic_ncols=True, smoothing=0.05, **settings)
     if not settings.get("leave", True):  # a short bar that would disappear prints no line
         settings["delay"] = LOG_EVERY_SEC
-    return tqdm(items, file=_Lines(), **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
+    return tqdm(items, file=_Lines(), smoothing=0.05, **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
 
 
 class _Lines:

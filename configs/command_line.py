@@ -10,7 +10,6 @@ import sys
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pkgutil import resolve_name
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,11 +23,11 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import compose_overrides
+from configs.compose import CONFIGS, compose_overrides
+from configs.schema import TrainConfig
 from configs.settings import S, Settings, validate
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
-CONFIGS = REPOSITORY / "configs"
 HELP = {"--help", "-h"}
 
 
@@ -70,7 +69,7 @@ def run(main: Callable[[S], None], config_name: str, settings_class: type[S], de
     if given.cfg:
         guard(lambda: sys.stdout.write(OmegaConf.to_yaml(compose_overrides(given.overrides, config_name))))
     elif given.multirun:
-        guard(partial(sweep, main, config_name, settings_class, given.overrides))
+        guard(lambda: sweep(main, config_name, settings_class, given.overrides))
     else:
         guard(lambda: main(parse_config(compose_overrides(given.overrides, config_name), settings_class, given.overrides)))
     if processes := sys.modules.get("runtime.processes"):  # imported only if a command has run
@@ -110,17 +109,17 @@ def explain_keys(config_name: str) -> str:
     return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = ("name=",)) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = ()) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings. Raises UserError for wrong keys.
 
-    Args:
-        overrides: Arguments that the user typed. `Settings.named` names the run after these arguments.
+    `TrainConfig.named` names a training run after `overrides`, which are the arguments that the user typed.
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    return validate(raw, settings_class).named(overrides)
+    settings = validate(raw, settings_class)
+    return settings.named(overrides) if isinstance(settings, TrainConfig) else settings
 
 
 def run_command(commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None) -> None:
@@ -145,9 +144,8 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     target = resolve_name(kind) if kind else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    for argument in given:
-        if "=" not in argument:
-            raise UserError(f"{argument!r} is not of the form key=value")
+    if wrong := [argument for argument in given if "=" not in argument]:
+        raise UserError(f"{wrong[0]!r} is not of the form key=value")
     try:
         raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # parses the values as YAML
     except (YAMLError, OmegaConfBaseException, ValueError) as e:

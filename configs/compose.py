@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException
@@ -16,6 +15,8 @@ from common.errors import UserError
 from common.files import REPOSITORY
 from configs.experiments import ROWS, Row
 from configs.settings import GROUPS, flatten, nearest
+
+CONFIGS = REPOSITORY / "configs"
 
 OmegaConf.register_new_resolver(
     "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
@@ -36,7 +37,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
     row = find_row(overrides) if config_name == "config" else None
     given = [f"name={row.name.replace('/', '_')}_seed${{seed}}", *row.arguments.split(), *overrides] if row else [*overrides]
     try:
-        with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             cfg = hydra.compose(config_name, overrides=given)
     except (HydraException, ValueError) as e:  # model=3 raises ValueError
         raise UserError(explain(e, overrides, config_name)) from e

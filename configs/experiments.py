@@ -75,11 +75,6 @@ def route(selection_ratio: float, start: int, end: int) -> str:
     return f"{TREAD} model.routes=[{{selection_ratio:{selection_ratio},start_layer_idx:{start},end_layer_idx:{end}}}]"
 
 
-def slug(size: str) -> str:
-    """Convert a network size to the form that row names use: XL/2 -> xl2."""
-    return size.replace("/", "").lower()
-
-
 ROWS: dict[str, Row] = {}
 
 
@@ -103,14 +98,14 @@ def add_pair(
 DIT = "the figure is DiT's: DDPM with learned variance; here EDM, sampled by Heun"
 SIT = "the figure is SiT's, sampled by the SDE; here by Heun's ODE"
 for size, *fids in (
-    ("S/2", 68.40, 47.04, 57.60, 38.08),
-    ("B/2", 43.47, 21.34, 33.00, 15.98),
-    ("L/2", 23.33, 9.10, 18.80, 5.91),
-    ("XL/2", 19.47, 7.38, 17.20, 4.89),
+    ("S", 68.40, 47.04, 57.60, 38.08),
+    ("B", 43.47, 21.34, 33.00, 15.98),
+    ("L", 23.33, 9.10, 18.80, 5.91),
+    ("XL", 19.47, 7.38, 17.20, 4.89),
 ):
-    base, about = f"{IMAGENET_256} model.backbone=DiT-{size}", ("Table 2: backbones", "TREAD, Table 2")
-    add_pair(f"table2/dit_{slug(size)}", *about, f"{base} diffusion=edm", fids[:2], DIT)
-    add_pair(f"table2/sit_{slug(size)}", *about, f"{base} diffusion=sit", fids[2:], SIT)
+    base, about = f"{IMAGENET_256} model.backbone=DiT-{size}/2", ("Table 2: backbones", "TREAD, Table 2")
+    add_pair(f"table2/dit_{size.lower()}2", *about, f"{base} diffusion=edm", fids[:2], DIT)
+    add_pair(f"table2/sit_{size.lower()}2", *about, f"{base} diffusion=sit", fids[2:], SIT)
 
 # DiT-B/2. The keys are the percentages of tokens that skip the route, and the values are FIDs.
 about = ("Selection rate", "TREAD, ablation of the selection rate")
@@ -176,8 +171,8 @@ for name, (epochs, own, differs, *figures) in FINAL.items():
 source = "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
 differs = "trained in bf16 (REPA: fp16), with an EMA that is warmed up"
 routed = f"{differs}; TREAD's project page says that both stack, without figures; tokens that skip are not aligned"
-for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):
-    base, name = f"{REPA} model.backbone=DiT-{size} alignment.block={block}", f"repa/sit_{slug(size)}"
+for size, block, fid in (("B", 4, 24.4), ("XL", 8, 7.9)):
+    base, name = f"{REPA} model.backbone=DiT-{size}/2 alignment.block={block}", f"repa/sit_{size.lower()}2"
     add(name, "REPA", source, f"{base} {DENSE}", {"fid": fid}, differs)
     add(f"{name}_tread", "REPA", "after REPA and TREAD", f"{base} {TREAD}", {}, routed, name)
 
@@ -185,17 +180,17 @@ for size, block, fid in (("B/2", 4, 24.4), ("XL/2", 8, 7.9)):
 about = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations")
 differs = "see docs/train.md, SPRINT; its configuration names no mean and deviation of logit(t), here 0 and 1; "
 differs += "its figure may include the steps of a dense second stage"
-for size, dense, fused in (("B/2", {}, {"fid": 27.5}), ("XL/2", {"fid": 12.8}, {"fid": 9.30})):
+for size, dense, fused in (("B", {}, {"fid": 27.5}), ("XL", {"fid": 12.8}, {"fid": 9.30})):
     base = f"{IMAGENET_256} {SIT_SAMPLER} diffusion=sit diffusion.timestep=logit_normal train.grad_clip_norm=1.0"
-    base, name = f"{base} model.backbone=LightningDiT-{size}", f"sprint/sit_{slug(size)}"
+    base, name = f"{base} model.backbone=LightningDiT-{size}/2", f"sprint/sit_{size.lower()}2"
     add(f"{name}_dense", *about, f"{base} model=lightningdit", dense, differs)
     add(name, *about, f"{base} model=lightningdit_sprint", fused, differs, f"{name}_dense")
 
 # Images of 32x32 pixels need no autoencoder. A patch size of 2 gives 256 tokens, as in the paper. A patch size of 4 gives 64.
 differs = "a small classifier, not Inception; pixels, not latents; ${train.num_steps} steps of ${train.batch_size} images"
-for size in ("XS/2", "XS/4"):
+for patch_size in (2, 4):
     for network, diffusion in (("dit", "edm"), ("sit", "sit")):
-        base, about = f"{FASHION} model.backbone=DiT-{size} diffusion={diffusion}", ("Fashion-MNIST", "after TREAD, Table 2")
-        add_pair(f"fashion/{network}_{slug(size)}", *about, base, differs=differs)
+        name, base = f"fashion/{network}_xs{patch_size}", f"{FASHION} model.backbone=DiT-XS/{patch_size} diffusion={diffusion}"
+        add_pair(name, "Fashion-MNIST", "after TREAD, Table 2", base, differs=differs)
 best = f"{FASHION} model.backbone=DiT-XS/4 model=sprint train.num_steps=8000 train.lr=2e-3"  # takes as long as 6,000 TREAD steps
 add("fashion/dit_xs4_sprint", "Fashion-MNIST", "after SPRINT", best, {}, differs, "fashion/dit_xs4")

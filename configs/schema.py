@@ -7,7 +7,6 @@ the modules of the chosen network and diffusion are imported only after all othe
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -94,7 +93,7 @@ class Model(Settings):
     @property
     def module(self) -> ModuleType:
         """Import and return the network's module."""
-        return importlib.import_module(NETWORKS[self.name])
+        return resolve_name(NETWORKS[self.name])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -338,7 +337,12 @@ class SampleConfig(_Sampling):
 
 
 def combinations(chosen_from: dict) -> list[dict]:
-    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
+    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}].
+
+    Raises UserError if a key is an empty list.
+    """
+    if empty := [key for key, values in chosen_from.items() if values == []]:
+        raise UserError(f"{empty[0]}=[] lists no value")
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
@@ -351,52 +355,41 @@ class FidConfig(_Sampling):
     first_seed: NonNegativeInt
     weights: OneOrMany[Weights]
     ema_length: OneOrMany[EMALength] | None
-    guidance: Annotated[list[Guidance], Field(min_length=1), BeforeValidator(combinations)]  # values may be lists
+    guidance: Annotated[list[Guidance], BeforeValidator(combinations)]  # values may be lists
     cfg_scale: OneOrMany[FiniteFloat] | None
     convert_to_rgb: bool
     evaluation: EvaluationSettings
 
     def choices(self) -> list[FidConfig]:
-        """Return one configuration for each combination of weights, ema_length, guidance, cfg_scale and sampler settings.
-
-        Raises UserError if a key is an empty list.
-        """
+        """Return one configuration for each combination of weights, ema_length, guidance, cfg_scale and sampler settings."""
         listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")} | self.model_extra
-        for key, values in listed.items():
-            if values == []:
-                raise UserError(f"{key}=[] lists no value")
         return [self.model_copy(update=choice) for choice in combinations(listed)]
 
 
 class Role(Enum):
-    """How a key affects a run. Keys without a role (paths, logging, speed) do not affect results."""
+    """How a key affects a run. Keys without a role (paths, logging, speed) do not affect results.
 
-    ARCHITECTURE = "must be equal wherever the weights are used: init_from, autoguidance, resume"
-    FIXED = "is fixed when the run starts"
-    FIXED_NO_EFFECT = "is fixed when the run starts, but does not affect its figures"
-    CHANGE_LOGGED = "may change on a resume, which logs the change; it distinguishes experiments"
-    CHANGE_ALLOWED = "may change on a resume; it distinguishes experiments"
+    The value of a role lists its keys. A group's role applies to all unlisted keys in the group.
+    """
+
+    ARCHITECTURE = (  # must be equal wherever the weights are used: init_from, autoguidance, resume
+        "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
+        "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
+    )  # fmt: skip
+    FIXED = ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size")  # is fixed at the start
+    FIXED_NO_EFFECT = ("train.ema_lengths",)  # is fixed at the start, but does not affect the figures of the run
+    CHANGE_LOGGED = (  # may change on a resume, which logs the change; it distinguishes experiments
+        "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",
+        "train.ema_decay", "train.precision", "train.tf32",
+    )  # fmt: skip
+    CHANGE_ALLOWED = (  # may change on a resume; it distinguishes experiments
+        "data.name", "data.resolution", "data.autoencoder", "diffusion.sampler", "sample.rounding", "train.num_steps",
+        "eval.num_steps", "eval.labels", "eval.precision", "evaluation.detector",
+    )  # fmt: skip
 
 
 SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.FIXED_NO_EFFECT)
-_ROLES = {  # a group's role applies to all unlisted keys in the group
-    Role.ARCHITECTURE: (
-        "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
-        "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
-    ),
-    Role.FIXED: ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size"),
-    Role.FIXED_NO_EFFECT: ("train.ema_lengths",),
-    Role.CHANGE_LOGGED: (
-        "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",
-        "train.ema_decay", "train.precision", "train.tf32",
-    ),
-    Role.CHANGE_ALLOWED: (
-        "data.name", "data.resolution", "data.autoencoder", "diffusion.sampler", "sample.rounding", "train.num_steps",
-        "eval.num_steps", "eval.labels", "eval.precision", "evaluation.detector",
-    ),
-    None: ("alignment.encoder_weights",),
-}  # fmt: skip
-_ROLE_OF = {key: role for role, keys in _ROLES.items() for key in keys}
+_ROLE_OF = {key: role for role in Role for key in role.value} | {"alignment.encoder_weights": None}  # a path has no role
 
 
 def find_role(key: str) -> Role | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,10 +19,6 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # pydantic builds it on first use
 
-    def named(self, overrides: Sequence[str]) -> Settings:
-        """Return the settings unchanged. `TrainConfig` overrides this method to name the run after `overrides`."""
-        return self
-
 
 S = TypeVar("S", bound=Settings)
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
@@ -31,7 +27,6 @@ OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a 
 
 
 def as_list(value: T | list[T]) -> list[T]:
-    """Return `value` if it is a list. Otherwise return a list with `value` as its only item."""
     return value if isinstance(value, list) else [value]
 
 
@@ -57,7 +52,6 @@ def as_user_error_by_key(raw: dict, known: Iterable[str]) -> Iterator[None]:
 
 def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
     """Format the wrong key, its value and pydantic's message. Omit union branches, which pydantic adds to the key's path."""
-    is_missing = error["type"] in ("missing", "missing_argument")
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -66,9 +60,9 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
-    key = ".".join([*path, str(error["loc"][-1])] if is_missing else path)
-    if is_missing:
-        return f"{key}= is missing"
+    key = ".".join(path)
+    if error["type"] == "missing":
+        return f"{'.'.join([*path, str(error['loc'][-1])])}= is missing"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{key} is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by one of our validators

@@ -91,8 +91,7 @@ Autoencoder = Identity | KLAutoencoder
 def find_weights(spec: str) -> Path | None:
     """Return the path of an autoencoder's weights. Download weights from the hub if the local cache does not contain them.
 
-    Return None for autoencoders without weights. Raise UserError if the file, folder or hub model does not exist or if the
-    download fails.
+    Return None for autoencoders without weights. Raise UserError if the weights do not exist or if the download fails.
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":

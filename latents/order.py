@@ -36,8 +36,7 @@ class BatchOrder:
         for epoch in np.unique(epochs).tolist():
             drawn = _draw_epoch(self.num_items, self.seed, epoch, self.with_flips)
             parts.append([values[positions[epochs == epoch]] for values in drawn])
-        indices, flips = map(np.concatenate, zip(*parts))
-        return indices, flips
+        return tuple(map(np.concatenate, zip(*parts)))
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(self.start_step, self.num_steps):

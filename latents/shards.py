@@ -49,8 +49,8 @@ class ShardInfo:
     resolution: Resolution  # image height and width in pixels
     num_classes: NumClasses  # number of classes (labels range from 0 to num_classes - 1)
     # Mean and standard deviation of each of the C channels over all latents. If both values are None, latents are not normalised.
-    latents_mean: tuple[FiniteFloat, ...] | None = None
-    latents_std: tuple[PositiveFloat, ...] | None = None
+    latents_mean: list[FiniteFloat] | None = None
+    latents_std: list[PositiveFloat] | None = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):
@@ -138,8 +138,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
 
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
-    is_float = latents.dtype in (torch.float16, torch.float32)
-    need(latents.ndim == 4 and is_float, "latents [M, C, H, W] of float16 or float32")
+    need(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """Save memory by recomputing activations in the backward pass.
-
-    Args:
-        what: `none` or `blocks`. `blocks` stores only each block's input, and a step takes about a third longer.
-    """
+    """If `what` is `blocks`, store only each block's input for the backward pass. A step takes about a third longer."""
     if what == "blocks":
         for block in net.blocks:  # blocks use no random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -33,9 +33,7 @@ def start_accelerator(
 ) -> Accelerator:
     """Start accelerate, choose this process's CPU threads and kernels, and log only errors in processes other than the main one.
 
-    Args:
-        precision: `fp32` or `bf16`, the precision of the networks that accelerate prepares.
-        timeout: Time after which a process that waits in a collective fails with an error.
+    `precision` (`fp32` or `bf16`) applies to the networks that accelerate prepares. After `timeout`, a collective fails.
     """
     if torch.distributed.is_available():
         # Import torch.distributed.nn.functional before a process group exists. If AdamW imports the module later, its default

@@ -46,15 +46,14 @@ def on_main(action: Callable[[], T]) -> T:
     """Call `action` in the main process and return its result on every process. A UserError is also raised on every process."""
     if _group is None:
         return action()
-    value, error = None, None
+    result = [None, None]  # the value and the error
     if dist.get_rank() == 0:
         try:
-            value = action()
+            result[0] = action()
         except UserError as e:
-            error = e
-    result = [(value, error)]
+            result[1] = e
     dist.broadcast_object_list(result, src=0, group=_group)
-    value, error = result[0]
+    value, error = result
     if error is not None:
         raise error
     return value
@@ -67,10 +66,8 @@ def wait_for_all() -> None:
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
-    """Gather tensors of equal shape in host memory on the main process. Other processes receive []."""
+    """Gather tensors of equal shape from several processes in host memory on the main process. Other processes receive []."""
     tensor = tensor.cpu().contiguous()
-    if _group is None:
-        return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(tensor, gathered, dst=0, group=_group)
     return gathered or []

@@ -18,15 +18,7 @@ from common.errors import UserError, as_user_error
 from common.files import hash_file
 from common.progress import log_if_slow, progress_bar
 from configs import schema
-from evaluations.features import (
-    Detector,
-    Features,
-    extract,
-    features_of_images,
-    join_features,
-    read_cache,
-    write_cache,
-)
+from evaluations.features import Detector, Features, extract, features_of_images, join_features, read_cache, write_cache
 from evaluations.images import ImageSet, open_images
 from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
@@ -44,12 +36,11 @@ def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerato
 
 def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
     """Return the hash of each configured weights file, or None if published weights are used. Raises UserError on read errors."""
-
-    def content(key: str) -> str | None:
+    hashes = {}
+    for key in ("detector_weights", "dinov2_weights"):
         with as_user_error(f"evaluation.{key}={(file := getattr(settings, key))}"):
-            return file and hash_file(Path(file))
-
-    return {"detector_weights": content("detector_weights"), "dinov2_weights": content("dinov2_weights")}
+            hashes[key] = file and hash_file(Path(file))
+    return hashes
 
 
 def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator: Accelerator) -> Detector:
@@ -128,11 +119,7 @@ class Evaluator:
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
     def features_of_samples(
-        self,
-        sampler: ImageSampler,
-        labels: Mapping[int, int],
-        stop: Callable[[], bool] = lambda: False,
-        name: str = "evaluation",
+        self, sampler: ImageSampler, labels: Mapping[int, int], stop: Callable[[], bool] = lambda: False, name: str = "evaluation"
     ) -> list[Features]:
         """Sample one image per seed and compute its features with each detector. Returns [] except on the main process.
 

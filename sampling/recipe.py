@@ -74,17 +74,9 @@ class Recipe:
 
             average = posthoc_ema.Average(folder, command.ema_length)
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
-        return cls(
-            run,
-            with_sampler(run.diffusion, command.model_extra),
-            guidance,
-            command.precision or precision,
-            command.autoencoder or run.data.autoencoder,
-            folder,
-            command.weights,
-            content,
-            average,
-        )
+        diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
+        autoencoder = command.autoencoder or run.data.autoencoder
+        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, content, average)
 
     @classmethod
     def in_training(

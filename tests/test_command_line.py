@@ -105,16 +105,16 @@ started = []
 called = []
 
 
-def count(path: Text, number: PositiveInt = 3) -> None:
+def count(path: Text, number: PositiveInt = 3, shares: list[float] = (), switch: bool = False) -> None:
     """Count things."""
-    called.append((path, number))
+    called.append((path, number, shares, switch))
 
 
-def test_commands_without_a_configuration_take_their_functions_parameters(capsys):
+def test_commands_without_a_configuration_take_their_functions_parameters_as_yaml(capsys):
     commands = {"count": "test_command_line:count"}
     called.clear()
-    run_command(commands, "what it does\n", ["count", "path=x", "number=4"])
-    assert called == [("x", 4)]
+    run_command(commands, "what it does\n", ["count", "path=x", "number=4", "shares=[1.0,2e-3]", "switch=true"])
+    assert called == [("x", 4, [1.0, 2e-3], True)]
     for arguments in ([], ["--help"]):
         run_command(commands, "what it does\n", arguments)
         assert capsys.readouterr().out == "what it does\n"
@@ -132,16 +132,6 @@ def test_commands_without_a_configuration_take_their_functions_parameters(capsys
     ):
         with pytest.raises(UserError, match=words):
             run_command(commands, "", arguments)
-
-
-def take(numbers: list[float], switch: bool) -> None:
-    called.append((numbers, switch))
-
-
-def test_values_are_parsed_as_yaml():
-    called.clear()
-    run_command({"take": "test_command_line:take"}, "", ["take", "numbers=[1.0,2e-3]", "switch=true"])
-    assert called == [([1.0, 2e-3], True)]
 
 
 def test_help_and_configurations_are_printed_on_request():

@@ -119,8 +119,7 @@ def test_every_key_has_a_comment():
 
 def test_every_key_with_a_role_exists():
     keys = {*flatten(checked().model_dump()), *flatten(checked(["diffusion=sit", "alignment=repa"]).model_dump())}
-    named = {key for listed in schema._ROLES.values() for key in listed}
-    assert {key for key in named if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
+    assert {key for key in schema._ROLE_OF if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
     assert schema.find_role("diffusion.sampler.rho") is schema.Role.CHANGE_ALLOWED
     assert schema.find_role("diffusion.P_mean") is schema.Role.FIXED and schema.find_role("train.log_every") is None
 
@@ -176,7 +175,6 @@ def test_data_are_compared_with_the_configuration(tmp_path):
     assert (cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes) == (6, 4, 7)
     for override, words in (
         ("data.path=null", "data.path is not set"),
-        ("data.path=/nonexistent", "/nonexistent"),
         ("data.in_channels=4", "data.in_channels=4, but .* 6"),
         ("data.input_size=32", "data.input_size=32, but .* 4"),
     ):

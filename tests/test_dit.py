@@ -43,17 +43,6 @@ def test_numbers_of_trainable_parameters_equal_those_of_the_papers(backbone, cou
         assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # the paper counts multiply-adds
 
 
-@pytest.mark.parametrize("module", [dit, lightningdit])
-def test_every_backbone_builds_by_name_for_any_latents(module):
-    for backbone, (depth, width, _, patch) in module.BACKBONES.items():
-        with torch.device("meta"):
-            net = module.build(backbone, input_size=16, in_channels=7, num_classes=3).eval()
-            if "XS" in backbone:
-                x = torch.zeros(2, 7, 16, 16)
-                assert net(x, torch.zeros(2), torch.zeros(2, dtype=torch.int64)).shape == x.shape
-        assert (net.num_tokens, len(net.blocks), net.pos_embed.shape[-1]) == ((16 // patch) ** 2, depth, width)
-
-
 def published_state_dict(network, channels=3, out_channels=6, patch=2):
     """Return a state dict with the names and shapes of a published checkpoint and random values."""
     D, layers, plain = WIDTH, {}, {"pos_embed": (1, N, WIDTH), "y_embedder.embedding_table.weight": (CLASSES + 1, WIDTH)}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from conftest import Malicious
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -129,12 +130,7 @@ def test_an_encoder_is_frozen_in_its_own_precision(tiny_encoder):
 def test_networks_that_cannot_be_encoders_are_refused_with_a_one_line_error(tiny_encoder, tmp_path):
     other, pickled = tmp_path / "other.safetensors", tmp_path / "code.pth"
     save_file({"weight": torch.zeros(2)}, other)
-
-    class Code:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "was run"),)
-
-    pickled.write_bytes(pickle.dumps({"weight": Code()}))
+    pickled.write_bytes(pickle.dumps({"weight": Malicious(os.mkdir, str(tmp_path / "was run"))}))
     for name, weights, message in (
         ("test_vit.nothing", tiny_encoder, "'test_vit.nothing' is not a VisionTransformer of timm"),
         ("resnet18", tiny_encoder, "'resnet18' is not a VisionTransformer of timm"),

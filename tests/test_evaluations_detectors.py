@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, checked
+from conftest import REPOSITORY, Malicious, checked
 from safetensors.torch import load_file, save_file
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
@@ -68,16 +68,12 @@ def test_images_that_are_not_uint8_rgb_are_refused(detector, images, change):
         detector.features(change(images))
 
 
-class Exploit:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('the file ran code')",)
-
-
 def test_bad_weights_are_refused_by_name_and_run_no_code(tmp_path):
     torch.save({"conv.weight": torch.zeros(3)}, tmp_path / "other.pth")
     torch.save([1, 2], tmp_path / "list.pth")
-    torch.save({"fc.weight": Exploit()}, tmp_path / "zip.pth")
-    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Exploit(), protocol=2))
+    exploit = Malicious(exec, "raise SystemExit('the file ran code')")
+    torch.save({"fc.weight": exploit}, tmp_path / "zip.pth")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps(exploit, protocol=2))
     for name in ("none.pth", "other.pth", "list.pth", "zip.pth", "plain.pth"):
         with pytest.raises(UserError, match=rf"{name} \(Inception's weights, .* cannot be read"):
             InceptionDetector(tmp_path / name)

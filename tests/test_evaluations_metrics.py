@@ -105,12 +105,6 @@ def test_precision_and_recall_agree_with_brute_force_for_every_tile_size(tile_si
     assert metrics.precision_recall(reference, samples, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
 
 
-def test_radii_are_squared_distances_to_the_third_other_point():
-    x = torch.tensor([[0.0], [1.0], [3.0], [7.0], [20.0]])
-    for tile_size in (1, 2, 100):
-        assert metrics.neighbour_radii(x, tile_size).tolist() == [49, 36, 16, 49, 19**2]
-
-
 def test_a_point_on_the_border_of_a_ball_is_inside():
     near = torch.tensor([[0.0], [1.0], [2.0], [3.0]])  # the ball around 3 has radius 3 and ends at 6
     far = torch.tensor([[6.0], [100.0], [200.0], [300.0]])

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from conftest import checked, composed
+from conftest import checked
 
 from checkpoints.load import build_network
 from common.errors import UserError
-from configs.compose import find_row
+from configs.compose import compose_overrides, find_row
 from configs.experiments import ROWS
 
 # The other placements differ from these only in their two blocks.
@@ -49,9 +49,9 @@ def test_experiments_are_evaluated_during_training_and_at_the_end_with_the_paper
 
 
 def test_the_description_of_a_row_follows_its_overrides():
-    cfg = composed(["experiment=fashion/dit_xs4_tread", "seed=2", "train.num_steps=77", "train.batch_size=8"])
+    cfg = compose_overrides(["experiment=fashion/dit_xs4_tread", "seed=2", "train.num_steps=77", "train.batch_size=8"])
     assert cfg.name == "fashion_dit_xs4_tread_seed2" and "77 steps of 8 images" in cfg.experiment.differs
-    cfg = composed(["experiment=final/xl2_tread_finetune_740", "seed=2", "output_dir=elsewhere"])
+    cfg = compose_overrides(["experiment=final/xl2_tread_finetune_740", "seed=2", "output_dir=elsewhere"])
     assert cfg.init_from == "elsewhere/final_xl2_tread_680_seed2"
 
 

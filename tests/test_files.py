@@ -1,7 +1,6 @@
 """Files are written completely or not at all. A lock names its holder. Errors name truncated files."""
 
 import errno
-import json
 import logging
 import os
 import re
@@ -65,13 +64,6 @@ def test_a_folder_that_cannot_be_written_is_named_without_the_free_space(tmp_pat
         files.write_atomically(tmp_path / "file" / "a", "text")
     with pytest.raises(UserError, match=f"^cannot write to {tmp_path}/file/run: Not a directory$"):
         open_run(tmp_path / "file" / "run")
-
-
-def test_a_truncated_line_is_not_joined_to_the_next_one(tmp_path):
-    file = tmp_path / "starts.jsonl"
-    file.write_text(json.dumps({"step": 0}) + '\n{"step": 1, "ti')
-    files.append_line(file, {"step": 2})
-    assert list(files.read_lines(file)) == [{"step": 0}, {"step": 2}]
 
 
 def test_a_run_removes_the_leftovers_of_an_interrupted_save_and_nothing_else(tmp_path):

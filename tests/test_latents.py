@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_shard_uses_the_documented_keys_and_header(tmp_path):
-    file, statistics = tmp_path / "a.safetensors", dict(latents_mean=(0.1, -1 / 3), latents_std=(1e-7, 123456.789))
+    file, statistics = tmp_path / "a.safetensors", dict(latents_mean=[0.1, -1 / 3], latents_std=[1e-7, 123456.789])
     latents, labels = make_shard(file, **statistics)
     tensors = load_file(file)
     assert torch.equal(tensors["latents"], latents) and torch.equal(tensors["labels"], labels)

@@ -114,13 +114,6 @@ def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking_t
     assert build().fingerprint() == first.fingerprint()
 
 
-def test_the_requested_files_are_downloaded_and_returned_in_order(server, vae):
-    names = autoencoders.HUB_FILES[::-1]
-    files = find_on_hub(NAME, *names, otherwise="")
-    assert tuple(file.name for file in files) == names
-    assert all(file.read_bytes() == (vae / file.name).read_bytes() for file in files)
-
-
 def test_a_hub_that_refuses_connections_gives_a_one_line_error_at_once(seconds):
     with pytest.raises(UserError, match=f"^give one; {NAME} .*cannot be downloaded .*refused") as error:
         find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="give one")

@@ -89,12 +89,6 @@ def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
     assert factors == pytest.approx(expected / expected.sum(), abs=1e-6)
 
 
-def test_a_tracked_length_needs_only_its_last_snapshot():
-    tracked = [(step, length) for step in (100, 200, 300) for length in (0.05, 0.25)]
-    factors, error = solve(tracked, (300, 0.25))
-    assert factors == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-9) and error < 1e-9
-
-
 def test_tracking_changes_nothing_else_and_a_resumed_run_continues_it(train, tmp_path):
     plain, tracked = train("plain", *TRACK[2:]), train("tracked", *TRACK)
     for file in ("model", "ema"):

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import composed
 from omegaconf import OmegaConf
 
 from common.errors import UserError
+from configs.compose import compose_overrides
 from configs.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group
@@ -24,7 +24,7 @@ ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}
 
 @functools.cache
 def resolved(*overrides):
-    return OmegaConf.to_container(composed(overrides), resolve=True)
+    return OmegaConf.to_container(compose_overrides(overrides), resolve=True)
 
 
 def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0, steps=400_000, metric="fid", **config):

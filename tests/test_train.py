@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +22,8 @@ from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build
-from training.saving import copy_to_host
-from training.trainer import Clock, Trainer, learning_rate
+from training.hooks import Grids
+from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
 EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.num_steps=1", "eval.cfg_scales=[1.0]"]
@@ -150,8 +149,10 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
 # Files of a run, and settings that it refuses.
 
 
-def test_a_run_writes_its_config_metrics_and_checkpoints(train):
+def test_a_run_logs_its_plan_and_writes_its_config_metrics_and_checkpoints(train, caplog):
+    caplog.set_level("INFO")
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
+    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
     assert [p.name for p in store.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
@@ -202,14 +203,6 @@ def test_a_resume_on_other_data_is_refused(train, tmp_path):
         train("run", f"data.path={tmp_path / 'b'}")
     (tmp_path / "a").rename(tmp_path / "moved")
     train("run", f"data.path={tmp_path / 'moved'}")  # the same data in a renamed folder are accepted
-
-
-def test_a_run_that_continued_another_run_is_later_resumed_from_its_own_checkpoints(whole, train):
-    start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
-    branch = train("branch", *start, "train.num_steps=5")
-    assert losses(branch) == {5: losses(whole)[5]}
-    train("branch", *start)  # as if the job restarted: now the run has its own checkpoints
-    assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
 
 
 def test_a_loss_that_overflows_stops_the_run_and_keeps_the_checkpoints_before_it(train, tmp_path):
@@ -326,38 +319,36 @@ def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wand
 # Grids and evaluations in training.
 
 
-def test_the_clock_does_not_count_pauses(monkeypatch):
-    seconds = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
-    clock = Clock(torch.device("cpu"))
-    for pause in (100.0, 1000.0):
-        seconds[0] += 2.0
-        with clock.paused():
-            seconds[0] += pause
-    with clock.paused():
-        assert clock.seconds == pytest.approx(4.0)
-        clock.seconds = 0.0
-    seconds[0] += 4.0
-    with clock.paused():
-        assert clock.seconds == pytest.approx(4.0)
+def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock(train, monkeypatch):
+    seconds, starts, start_clock = [0.0], [], Trainer._start_clock
+
+    def slowed(method, by_sec):
+        def call(*args):
+            seconds[0] += by_sec
+            return method(*args)
+
+        return call
+
+    monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(Trainer, "train_step", slowed(Trainer.train_step, 2.0))
+    monkeypatch.setattr(Grids, "__call__", slowed(Grids.__call__, 100.0))
+    monkeypatch.setattr(Trainer, "_start_clock", lambda trainer: starts.append(trainer.step) or start_clock(trainer))
+    run = train("run", "train.num_steps=6", "train.log_every=3", *GRIDS)
+    assert [line["steps_per_sec"] for line in metrics(run)] == [0.5, 0.5]
+    assert starts == [0, 2, 3, 4, 6]
 
 
-def test_a_step_pauses_the_clock_only_if_a_hook_is_due(train, monkeypatch):
-    pauses, paused = [], Clock.paused
-    monkeypatch.setattr(Clock, "paused", lambda clock: pauses.append(clock) or paused(clock))
-    train("run", "train.num_steps=4", "train.log_every=100", *GRIDS)
-    assert len(pauses) == 2  # one for a grid; one for metrics, checkpoint and grid at the last step
-
-
-def test_each_evaluation_has_its_own_line_of_metrics(train):
-    evaluation = ["eval.every=1", "eval.num_samples=4", "eval.cfg_scales=[1.0,2.0]", "eval.num_steps=1"]
-    run = train("run", "train.num_steps=2", "eval.final_num_samples=6", *evaluation)
+def test_each_evaluation_has_its_own_line_of_metrics_and_a_restart_adds_those_with_other_settings(train):
+    settings = ["train.num_steps=2", "eval.every=1", "eval.num_samples=4", "eval.final_num_samples=6"]
+    settings += ["eval.cfg_scales=[1.0,2.0]", "eval.num_steps=1"]
+    run = train("run", *settings)
     found = [(r["step"], r["num_samples"], r["cfg_scale"]) for r in metrics(run) if "metrics" in r]
     assert found == [(1, 4, 1.0), (1, 4, 2.0), (2, 6, 1.0), (2, 6, 2.0)]
     assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in metrics(run) if "metrics" in r)
-    train("run", "train.num_steps=2", *evaluation[1:3], "eval.every=2", "eval.num_steps=2")  # another sampler
-    found = [(r["step"], r["num_samples"], r["settings"]["num_steps"]) for r in metrics(run) if "metrics" in r]
-    assert found[4:] == [(2, 4, 2), (2, 4, 2)]
+    for change in ("eval.num_steps=2", "eval.labels=balanced"):
+        train("run", *settings, change)
+    found = [(r["step"], r["settings"]["num_steps"], r["settings"]["labels"]) for r in metrics(run) if "metrics" in r]
+    assert found[4:] == [(2, 2, "random")] * 2 + [(2, 1, "balanced")] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -387,13 +378,16 @@ def test_a_run_that_started_from_another_resumes_without_it(whole, train, tmp_pa
     assert_same_files(first, cut, 6)
 
 
-def test_init_state_all_continues_the_optimizer_and_the_steps(whole, train):
-    branch = train("branch", f"init_from={folder_of(whole, 4)}", "init_state=all")
+def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses_the_runs_own_checkpoint(whole, train):
+    start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
+    branch = train("branch", *start, "train.num_steps=5")
+    assert_same_files(whole, branch, 5)
+    train("branch", *start)  # as if the job restarted: now the run has its own checkpoint
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
         train("other", f"init_from={whole}", "init_state=all")
-    train("wider", f"init_from={folder_of(whole, 4)}", "init_state=all", "train.batch_size=8")  # another batch size is accepted
+    train("wider", *start, "train.batch_size=8")  # another batch size is accepted
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])
@@ -453,15 +447,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is
         train("other", "train.num_steps=3", "train.log_every=3")  # the checkpoint of the last step cannot be written
 
 
-def test_a_copied_state_dict_keeps_its_values_when_the_original_changes():
-    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.randn(3, 4).T}}, "param_groups": [{"betas": (0.9, 0.99)}]}
-    first = copy_to_host(state)
-    copied = first["state"][0]["exp_avg"]
-    assert torch.equal(copied, state["state"][0]["exp_avg"]) and first["param_groups"] == state["param_groups"]
-    state["state"][0]["exp_avg"] += 1
-    assert torch.equal(copied + 1, state["state"][0]["exp_avg"])
-
-
 def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_is_deleted(train, tmp_path):
     with pytest.raises(UserError, match=r"the loss became NaN, infinite or above 1e\+06 by step \d+"):
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
@@ -483,16 +468,3 @@ def test_a_run_with_other_classes_than_its_initial_weights_gets_a_new_label_tabl
     assert store.load(tuned).state["ema_num_updates"] == 1  # the EMA soon forgets the new table's random start
     with pytest.raises(UserError, match="data.num_classes: 10 -> 3"):
         train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")
-
-
-def test_a_start_logs_its_plan_and_a_restart_of_a_complete_run_runs_only_new_evaluations(train, caplog):
-    caplog.set_level("INFO")
-    settings = ["eval.every=4", "eval.num_samples=6", "eval.num_steps=2", "sample.every=6", "sample.num_samples=2"]
-    run = train("run", *settings)
-    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
-    (run / "samples" / "step_best.png").touch()  # a file that belongs to the user
-    before = len(metrics(run))
-    train("run", *settings)
-    assert len(metrics(run)) == before
-    train("run", *settings, "eval.labels=balanced")
-    assert len(metrics(run)) == before + 2 and (run / "samples" / "step_best.png").exists()

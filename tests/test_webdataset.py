@@ -8,6 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from conftest import Malicious
 
 from common.errors import UserError
 from latents.prepare.formats import Tars
@@ -97,14 +98,6 @@ def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):
     assert source.labels.tolist() == labels * 2
     assert torch.equal(source.read(3, 5)["latents"], torch.from_numpy(latents[[3, 0]]))
     assert Tars(tmp_path).labels.tolist() == labels * 2
-
-
-class Malicious:
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
 
 
 @pytest.mark.parametrize("protocol", [0, 4])

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import encode, run_sample
+from conftest import Malicious, encode, run_sample
 from definition import definition
 from PIL import Image
 from safetensors.torch import save_file
@@ -224,14 +224,6 @@ def test_training_does_not_resume_from_an_imported_checkpoint(import_file, train
         train("other", "diffusion=sit", f"init_from={tmp_path / 'run'}", "init_state=all")
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -253,7 +245,7 @@ def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, 
 
 
 def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_path):
-    torch.save({"model": dit_weights(), "extra": Evil(tmp_path / "pwned")}, tmp_path / "evil.pt")
+    torch.save({"model": dit_weights(), "extra": Malicious(os.mkdir, str(tmp_path / "pwned"))}, tmp_path / "evil.pt")
     (tmp_path / "pointer.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     save_file(dit_weights(), tmp_path / "cut.safetensors")
     os.truncate(tmp_path / "cut.safetensors", 10_000)
@@ -261,6 +253,7 @@ def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_pat
         ("evil.pt", "cannot be read: it is damaged, or holds objects other"),
         ("pointer.pt", "is not a file of torch.save, .* it begins with b'version https://git-lfs.github"),
         ("cut.safetensors", "cannot be read"),
+        ("nothing.pt", "cannot be read: FileNotFoundError"),
     ):
         with pytest.raises(UserError, match=f"{name} {message}"):
             importing.import_weights(str(tmp_path / name), "dit", str(tmp_path / "run"))
@@ -272,11 +265,6 @@ def test_the_scale_of_an_unknown_autoencoder_must_be_given(import_file):
         import_file(dit_weights(), "repa", autoencoder="sd-vae:somebody/vae")
     cfg, _ = import_file(dit_weights(), "repa", autoencoder="sd-vae:somebody/vae", scale_factor=0.3, resolution=128)
     assert (cfg.data.scale_factor, cfg.data.resolution) == (0.3, 128)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="^nothing.pt cannot be read: FileNotFoundError"):
-        importing.import_weights("nothing.pt", "dit", str(tmp_path / "run"))
 
 
 def test_the_command_line_imports(tmp_path, caplog):

@@ -41,10 +41,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
     with log_if_slow(log, "opening data.path=%s", data.path):
         dataset = LatentDataset(data.path)
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
-    found |= {key: getattr(dataset.info, key) for key in ("num_classes", "scale_factor", "resolution")}
-    for key in ("latents_mean", "latents_std"):
-        values = getattr(dataset.info, key)
-        found[key] = None if values is None else list(values)
+    for key in ("num_classes", "scale_factor", "resolution", "latents_mean", "latents_std"):
+        found[key] = getattr(dataset.info, key)
     for key, value in found.items():
         if getattr(data, key) not in (None, value):
             found_there = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
@@ -185,9 +183,7 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """
     stored = load_config(checkpoint)
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):
-        raise UserError(
-            f"resume: {checkpoint} belongs to a run with different settings: {'; '.join(changed)}. Restore them, or start "
-            "another run with name=..."
-        )
+        problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
+        raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
     for line in schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED]):
         log.warning("resumed with a changed setting: %s", line)

@@ -49,9 +49,8 @@ class EMA:
         return {"ema": self.averages}
 
     @torch.no_grad()
-    def load(self, stored: dict[str, dict[str, Tensor]]) -> None:
-        """Load the averages from a checkpoint. Averages that the checkpoint does not contain remain unchanged."""
-        for file, averages in stored.items():
-            for name, own in self.states()[file].items():
-                if name in averages:
-                    own.copy_(averages[name])
+    def load(self, file: str, averages: dict[str, Tensor]) -> None:
+        """Load averages that `states` returned for `file`. Averages that `averages` does not contain remain unchanged."""
+        for name, own in self.states()[file].items():
+            if name in averages:
+                own.copy_(averages[name])

@@ -72,12 +72,9 @@ class Grids(Hook):
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
         images = []  # filled only on the main process
-
-        def sample(start: int) -> None:
-            images.extend(self.sampler(seeds[start : start + size], labels[start : start + size]))
-
         for start in until_stopped(bar, trainer.stop.poll_now):
-            on_main(partial(sample, start))
+            batch = slice(start, start + size)
+            on_main(lambda batch=batch: images.extend(self.sampler(seeds[batch], labels[batch])))
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
             with open_atomically(file) as f:

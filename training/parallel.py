@@ -22,10 +22,8 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
-        raise UserError(
-            f"train.batch_size={train.batch_size} is not divisible by {num_processes} processes x "
-            f"train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
-        )
+        divisor = f"{num_processes} processes x train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
+        raise UserError(f"train.batch_size={train.batch_size} is not divisible by {divisor}")
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise UserError(f"accelerate was launched with {launched_as}, which this trainer does not support; launch it without")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from checkpoints import store
@@ -40,7 +40,7 @@ class CheckpointHook(Hook):
             return
         self.check(wait=True)
         trainer.reduce_losses()  # the checkpoint stores loss sums that are averaged over all processes
-        norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters if p.requires_grad])
+        norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters])
         if not norm.isfinite():
             raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
         self.saved_step = trainer.step
@@ -49,7 +49,7 @@ class CheckpointHook(Hook):
         states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
-        states = copy_to_host(states)
+        states = recursively_apply(copy_to_host, states)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = {
@@ -86,17 +86,11 @@ class CheckpointHook(Hook):
         self._thread.shutdown()
 
 
-def copy_to_host(state: Any) -> Any:
-    """Copy a state dict to host memory. Copies from CUDA are asynchronous, so synchronize before reading."""
-    if isinstance(state, dict):
-        return {key: copy_to_host(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [copy_to_host(value) for value in state]
-    if not isinstance(state, Tensor):
-        return state
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory. Copies from CUDA are asynchronous, so synchronize before reading."""
     # Copies to pinned memory are several times faster. torch caches pinned memory, so the next checkpoint reuses the memory.
-    copy = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
-    return copy.copy_(state, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
@@ -143,14 +137,14 @@ def _restore(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, wi
         checkpoint.model |= checkpoint.projector
     for name, value in own.items():
         value.copy_(checkpoint.model[name])
-    trainer.ema.load({"ema": checkpoint.ema})
+    trainer.ema.load("ema", checkpoint.ema)
     trainer.ema.num_updates_before = num_updates
     if not with_optimizer:
         return
     trainer.step = trainer.first_step = trainer.measured_step = checkpoint.step
     trainer.ema.num_updates_before -= trainer.step
     if checkpoint.tracked_ema is not None:
-        trainer.ema.load({"tracked_ema": checkpoint.tracked_ema})
+        trainer.ema.load("tracked_ema", checkpoint.tracked_ema)
     moments = checkpoint.optimizer["state"].items()
     state = {i: {key: value.to(trainer.device, copy=True) for key, value in values.items()} for i, values in moments}
     # Use the current configuration's learning rate, betas and weight decay, because the user may change them on a resume.

@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 
-from accelerate import Accelerator
-
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from common.files import append_line
-from configs.schema import TrainConfig
 from runtime.compilation import resolve_compile
 from training.trainer import Trainer
 
@@ -28,7 +25,11 @@ def record_start(trainer: Trainer, run: RunFolder) -> None:
         append_line(run.starts, describe_start(accelerator, trainer.step))
     log_plan(trainer, run)
     if cfg.wandb.mode != "disabled":
-        start_wandb(accelerator, cfg, run)
+        settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
+        accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
+        # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats after a crash.
+        for tracker in accelerator.trackers:
+            tracker.tracker.define_metric("*", step_metric="step")
 
 
 def log_plan(trainer: Trainer, run: RunFolder) -> None:
@@ -52,11 +53,3 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     machine = f"{trainer.accelerator.num_processes} x {device.type}"
     numerics = f"{train.precision}, tf32={train.tf32}, compile={resolve_compile(train.compile, device)}"
     log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, numerics)
-
-
-def start_wandb(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
-    settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
-    accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-    # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats when it resumes after a crash.
-    for tracker in accelerator.trackers:
-        tracker.tracker.define_metric("*", step_metric="step")

@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 
 # Slurm and submitit send SIGUSR1 and SIGUSR2 as warnings, and a closing terminal sends SIGHUP. On Linux, the kernel sends
 # SIGRTMIN when the launcher exits. After a Ctrl-C, that can take seconds, so it must not look like a second SIGTERM.
-NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGRTMIN")
-STOP_SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGRTMIN")]
 # A second urgent signal ends the run immediately. A first SIGTERM after a warning signal does not interrupt the checkpoint.
 URGENT = (signal.SIGTERM, signal.SIGINT)
 # The terminal and the launcher both forward Ctrl-C, so signals within this interval count as one request.

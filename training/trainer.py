@@ -61,11 +61,12 @@ class Trainer:
 
     Attributes:
         modules: The trained modules, which are `net` and, with alignment, the projector. `wrapped` contains the modules that
-            accelerate has wrapped. `parameters` contains all trained and untrained parameters of the modules.
+            accelerate has wrapped. `parameters` contains their trained parameters.
         step: Number of completed optimizer steps. Training starts at `first_step`. The last metrics line is for `measured_step`.
         slices: Row slices of the global batch, one for each micro-batch of this process.
         loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `bin_sums` contains the diffusion
             loss sums by noise level (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
+        seconds: Training time since `measured_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         stopped_by: Number of the first signal that this process received during training, or None.
     """
@@ -84,25 +85,20 @@ class Trainer:
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
         self.wrapped = prepare(accelerator, cfg.train, self.modules, ema.net)
-        self.parameters = [p for module in self.modules for p in module.parameters()]
-        optimizer = torch.optim.AdamW(
-            [p for p in self.parameters if p.requires_grad],
-            lr=cfg.train.lr,
-            betas=tuple(cfg.train.betas),
-            weight_decay=cfg.train.weight_decay,
-            fused=True,
-        )
+        self.parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        train, betas = cfg.train, tuple(cfg.train.betas)
+        optimizer = torch.optim.AdamW(self.parameters, train.lr, betas, weight_decay=train.weight_decay, fused=True)
         self.optimizer = accelerator.prepare(optimizer)
 
-        num_micro_batches = cfg.train.grad_accum_steps
-        size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
+        num_micro_batches = train.grad_accum_steps
+        size = train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.step = self.first_step = self.measured_step = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.grad_norm: Tensor | None = None
-        self.clock = Clock(self.device)
+        self.seconds = 0.0
         self.stop: StopSignal | None = None
         self.stopped_by: int | None = None
 
@@ -182,7 +178,9 @@ class Trainer:
             self.stop = stack.enter_context(contextlib.closing(StopSignal()))
             for hook in self.hooks:
                 stack.callback(hook.close)
-            try:
+            self._start_clock()
+            is_complete = False
+            with contextlib.suppress(Interrupted):
                 self._call_hooks()  # a signal may have interrupted hooks at this step
                 while self.step < num_steps:
                     self.train_step(next(batches))
@@ -192,8 +190,6 @@ class Trainer:
                     if is_asked and self.step < num_steps:
                         raise Interrupted
                 is_complete = True
-            except Interrupted:
-                is_complete = False
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()
@@ -202,14 +198,22 @@ class Trainer:
         return is_complete
 
     def _call_hooks(self) -> None:
-        def is_due(every: int) -> bool:
-            return self.step > 0 and every > 0 and (self.step == self.cfg.train.num_steps or self.step % every == 0)
+        is_last = self.step == self.cfg.train.num_steps
+        due = [hook for hook in self.hooks if hook.every > 0 and (is_last or self.step % hook.every == 0)]
+        if self.step == 0 or not due:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # include the queued steps in the training time
+        self.seconds += time.perf_counter() - self._start_sec
+        for hook in due:
+            hook(self)
+        self._start_clock()
 
-        due = [hook for hook in self.hooks if is_due(hook.every)]
-        if due:
-            with self.clock.paused():
-                for hook in due:
-                    hook(self)
+    def _start_clock(self) -> None:
+        """Start to measure the training time and CUDA's peak memory. Hooks that are due pause both measurements."""
+        self._start_sec = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def pop_metrics(self) -> dict[str, Any]:
         """Return a metrics record with the losses and speed since the last record.
@@ -217,7 +221,7 @@ class Trainer:
         Every process must call this method between steps. Raise UserError if the run has diverged.
         """
         losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
-        steps_per_sec = (self.step - max(self.measured_step, self.first_step)) / max(self.clock.seconds, 1e-9)
+        steps_per_sec = (self.step - max(self.measured_step, self.first_step)) / max(self.seconds, 1e-9)
         images = self.step * batch_size
         record = {
             "step": self.step,
@@ -234,7 +238,7 @@ class Trainer:
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)
-        self.measured_step, self.clock.seconds = self.step, 0.0
+        self.measured_step, self.seconds = self.step, 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
@@ -273,24 +277,3 @@ def learning_rate(train: Train, step: int) -> float:
     if train.schedule == "cosine":
         return train.lr * (1 + math.cos(math.pi * (step - warmup) / max(train.num_steps - warmup, 1))) / 2
     return train.lr * (math.sqrt(warmup / (step + 1)) if train.schedule == "inverse_sqrt" else 1)
-
-
-class Clock:
-    """A stopwatch that measures the training time in seconds and excludes pauses. CUDA's peak memory restarts after a pause."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.seconds = device, 0.0
-        self._start()
-
-    def _start(self) -> None:
-        self._start_sec = time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # include the queued steps in the training time
-        self.seconds += time.perf_counter() - self._start_sec
-        yield
-        self._start()

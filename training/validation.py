@@ -40,13 +40,12 @@ class Validation(EvaluationHook):
         """Sum and count this process's validation losses for each noise level. Return a [2, NUM_BINS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.
-        size, num_processes = cfg.eval.batch_size, accelerator.num_processes
-        num_batches = -(-len(data) // (num_processes * size))
-        numbers = np.arange(num_batches * num_processes * size).reshape(num_batches, num_processes, size)
-        batches = numbers[:, accelerator.process_index]
-        bar = progress_bar(batches, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
+        size = cfg.eval.batch_size
+        starts = range(0, len(data), accelerator.num_processes * size)
+        bar = progress_bar(starts, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
         sums = torch.zeros(2, NUM_BINS, device=device)
-        for batch in until_stopped(bar, trainer.stop.poll_now):
+        for start in until_stopped(bar, trainer.stop.poll_now):
+            batch = start + accelerator.process_index * size + np.arange(size)
             items, is_counted = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
             stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
             x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))

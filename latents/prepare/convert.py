@@ -84,5 +84,5 @@ def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, 
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")
-    mean, std = (tuple(value / scale for value in values) for values in statistics) if statistics else (None, None)
+    mean, std = ([value / scale for value in values] for values in statistics) if statistics else (None, None)
     return ShardInfo(**header, latents_mean=mean, latents_std=std), scale

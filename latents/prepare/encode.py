@@ -59,9 +59,7 @@ class EncodeConfig:
 
 
 # Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
-NOT_IN_LATENTS = {
-    "images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"
-}  # fmt: skip
+NOT_IN_LATENTS = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
 
 
 class _Batch(NamedTuple):

@@ -50,8 +50,7 @@ class ShardWriter:
         settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
         hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
             changes, the writer creates the shard again. If all hashes change, the writer raises UserError.
-        num_items: Number of source items.
-        shard_size: Number of source items per shard.
+        num_items, shard_size: Number of source items, in total and per shard.
         dtype: Data type of the stored latents.
 
     Raises:
@@ -155,7 +154,7 @@ class ShardWriter:
         if (normalize and not all(std)) or (sigma_data is not None and not overall):
             raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
         if normalize:
-            self._change_headers(latents_mean=tuple(mean), latents_std=tuple(std))
+            self._change_headers(latents_mean=mean, latents_std=std)
         if sigma_data is not None:
             self._change_headers(scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
