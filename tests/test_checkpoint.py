@@ -16,14 +16,14 @@ from common.errors import UserError
 from common.files import append_line
 
 
-def make(step):
+def make(step, **state):
     weights = {"w": torch.full((50, 40), float(step)), "turned": torch.arange(6.0).view(2, 3).T}
     return store.Checkpoint(
         step=step,
         model=weights,
         ema={name: value * 2 for name, value in weights.items()},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
-        state={"loss_count": 8 * step},
+        state={"loss_count": 8 * step, **state},
         config={"seed": 3, "train": {"lr": 1e-5, "betas": [0.9, 0.99]}},
     )
 
@@ -187,13 +187,16 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
         store.find_checkpoint(run, "init_from")
 
 
-def test_resume_auto_takes_the_newest_checkpoint_and_resume_never_refuses_a_run_that_has_one(tmp_path):
+def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
     assert find_resume(run, "auto") is find_resume(run, "never") is None
     save(run.checkpoints, 10, 20)
     assert find_resume(run, "auto") == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         find_resume(run, "never")
+    store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
+    with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
+        find_resume(run, "auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
