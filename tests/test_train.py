@@ -383,6 +383,7 @@ def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses
     branch = train("branch", *start, "train.num_steps=5")
     assert_same_files(whole, branch, 5)
     train("branch", *start)  # as if the job restarted: now the run has its own checkpoint
+    assert [start["step"] for start in starts(branch)] == [4, 5]
     assert losses(branch) == {5: losses(whole)[5], 6: losses(whole)[6]}
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
