@@ -183,8 +183,7 @@ class DiT(nn.Module):
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}: use another backbone")
-        self.class_dropout = class_dropout
-        self.input_size, self.patch_size = input_size, patch_size
+        self.class_dropout, self.input_size, self.patch_size = class_dropout, input_size, patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)
 
         self.x_embedder = PatchEmbed(patch_size, in_channels, width)

@@ -71,14 +71,6 @@ def _check_ratio(name: str, ratio: float) -> None:
         raise ValueError(f"{name}={ratio!r} must be a number in [0, 1]: the fraction of tokens that skip the route")
 
 
-def apply_rule(rule: SelectionRule, x: Tensor, noise: Tensor) -> Tensor:
-    """Return the rule's scores (B, N) for the tokens x (B, N, D). Raise ValueError if the scores do not have shape (B, N)."""
-    scores = rule(x, noise)
-    if scores.shape != x.shape[:2]:
-        raise ValueError(f"the selection rule gives scores of shape {tuple(scores.shape)}, the tokens need {tuple(x.shape[:2])}")
-    return scores
-
-
 class TokenRouter:
     """Checks the routes of a network against its depth. The methods choose, remove and restore tokens.
 
@@ -147,11 +139,14 @@ class TokenRouter:
             noise = torch.rand(B, N, device=x.device, generator=generator)
         elif noise.shape != (B, N):
             raise ValueError(f"noise has shape {tuple(noise.shape)}, the tokens need {(B, N)}")
-        return TokenRouter.keep_highest(apply_rule(rule, x, noise), num_kept_tokens(N, selection_ratio))
+        return TokenRouter.keep_highest(rule, x, noise, num_kept_tokens(N, selection_ratio))
 
     @staticmethod
-    def keep_highest(scores: Tensor, num_kept: int) -> Tensor:
-        """Return ascending positions (B, K) int64 of the `num_kept` highest scores in each row of `scores` (B, N)."""
+    def keep_highest(rule: SelectionRule, x: Tensor, noise: Tensor, num_kept: int) -> Tensor:
+        """Return ascending positions (B, K) int64 of each sample's `num_kept` tokens with the highest scores."""
+        scores = rule(x, noise)
+        if scores.shape != noise.shape:
+            raise ValueError(f"the selection rule returns scores of shape {tuple(scores.shape)} instead of {tuple(noise.shape)}")
         return scores.topk(num_kept, dim=1, sorted=False).indices.sort(dim=1).values
 
     @staticmethod

@@ -29,7 +29,7 @@ def main(cfg: TrainConfig) -> None:
     from accelerate.utils import set_seed
 
     from checkpoints.load import build_network
-    from checkpoints.resume import find_initial, find_resume
+    from checkpoints.resume import check_initial, check_resume, find_initial, find_resume
     from checkpoints.run import RunFolder
     from runtime import processes
     from runtime.compilation import check_machine
@@ -52,7 +52,7 @@ def main(cfg: TrainConfig) -> None:
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = find_initial(run, cfg.init_from)
     if initial is not None:
-        build.check_initial(initial, cfg)
+        check_initial(initial, cfg)
 
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
@@ -62,7 +62,7 @@ def main(cfg: TrainConfig) -> None:
     processes.on_main(run.open)
     newest = find_resume(run, cfg.resume)
     if newest is not None:
-        build.check_resume(newest, cfg)
+        check_resume(newest, cfg)
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:

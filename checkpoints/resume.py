@@ -1,4 +1,4 @@
-"""Find the checkpoint from which a run starts or resumes. Rank 0 selects the checkpoint. All ranks must see the same files."""
+"""Find and check the checkpoint from which a run starts or resumes. Rank 0 selects it. All ranks must see the same files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import store
+from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
+from configs import schema
 from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
@@ -71,3 +73,39 @@ def _see_together(decide: Callable[[], Path | None], key: str) -> Path | None:
     if folder is not None:
         check_shared(folder / store.MANIFEST, key)
     return folder
+
+
+def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+    """Check that a run can start from the verified checkpoint that init_from names.
+
+    The routes may differ, but `schema.NETWORKS` must map both models to the same module. With init_state=weights, the number of
+    classes may also differ, and the run then starts with a new label table. Raise UserError if other architecture keys differ.
+    With init_state=all, also raise UserError if no steps remain or if the weights were imported without an optimizer.
+    """
+    stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
+    if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
+        found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
+        raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
+    changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
+    if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
+        changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
+    if cfg.init_state == "weights":
+        changed = [line for line in changed if not line.startswith("data.num_classes")]
+    else:  # the run also continues the projector's optimizer state and the tracked averages
+        continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.FIXED_NO_EFFECT])
+        changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
+    if changed:
+        raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
+
+
+def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes.
+
+    Raise UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
+    """
+    stored = load_config(checkpoint)
+    if changed := schema.differences(stored, cfg, schema.SAME_RUN):
+        problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
+        raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
+    for line in schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED]):
+        log.warning("resumed with a changed setting: %s", line)

@@ -28,6 +28,7 @@ from torch import Tensor
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import log_if_slow
+from configs import schema
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,14 @@ def list_steps(root: Path) -> dict[int, Path]:
     with as_user_error(root):  # `glob` would silently return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
+
+
+def disk_gb(cfg: schema.TrainConfig, num_parameters: int) -> float:
+    """Return the maximum GB that a run's checkpoints (float32 weights, EMA, moments, averages) and float16 snapshots use."""
+    keep, every, lengths = cfg.checkpoint.keep_last + 1, cfg.checkpoint.keep_every, len(cfg.train.ema_lengths)
+    num_checkpoints = keep + (cfg.train.num_steps // every if every else 0)  # saving comes before removing old checkpoints
+    num_snapshots = cfg.train.num_steps // cfg.train.ema_snapshot_every
+    return (num_checkpoints * 4 * (4 + lengths) + num_snapshots * 2 * lengths) * num_parameters / 1e9
 
 
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:

@@ -28,8 +28,7 @@ class _Lines:
     """A file object for tqdm that prints each bar update to stderr as a separate line without control characters."""
 
     def write(self, text: str) -> None:
-        text = text.strip()
-        if text and not text.startswith("\x1b"):
+        if (text := text.strip()) and not text.startswith("\x1b"):
             with contextlib.suppress(OSError):  # the run continues if stderr is closed (`| head`)
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()

@@ -21,9 +21,9 @@ def derive_seed(*parts: int | str | tuple) -> int:
 
 def _plain(part: int | str | tuple) -> int | str | tuple:
     """Convert NumPy and torch integers to Python integers, so that equal numbers have the same repr."""
-    if isinstance(part, str):
-        return part
-    return tuple(map(_plain, part)) if isinstance(part, tuple) else int(operator.index(part))
+    if isinstance(part, tuple):
+        return tuple(map(_plain, part))
+    return part if isinstance(part, str) else int(operator.index(part))
 
 
 class SampleRandom:
@@ -47,22 +47,6 @@ class SampleRandom:
         return numbers
 
 
-class StepRandom(SampleRandom):
-    """Random numbers for one training step. The numbers depend only on the seed, step, stream and row of the global batch.
-
-    Every process draws numbers for the global batch (`batch_size` rows) on its device and returns the rows of its micro-batch
-    (`rows`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
-    Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
-    """
-
-    def __init__(self, seed: int, step: int, stream: str, batch_size: int, rows: slice, device: torch.device):
-        self.batch_size, self.rows, self.device = batch_size, rows, device
-        self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
-
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
-
-
 class SeedRandom(SampleRandom):
     """Random numbers for sampling. The CPU draws row i, which depends only on seeds[i] (an integer or a tuple of integers)."""
 
@@ -74,21 +58,3 @@ class SeedRandom(SampleRandom):
         rows = torch.stack([draw(shape, generator=g) for g in self.generators])
         on_cuda = self.device.type == "cuda"  # copies from pinned memory do not wait for queued work
         return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
-
-
-class StratifiedRandom(SeedRandom):
-    """Variant of SeedRandom for items 0, 1, ... of a data set. Numbers without a shape cover their distribution evenly.
-
-    The number for item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces each tenth's numbers evenly.
-    """
-
-    def __init__(self, items: Sequence[int], device: torch.device, stream: str):
-        super().__init__(items, device, stream)
-        items = torch.as_tensor(items)
-        positions = (items // 10 + 0.5).double() * ((5**0.5 - 1) / 2) % 1
-        self._even = ((items % 10 + positions) / 10).float().to(device)
-
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        if shape:
-            return super()._draw(draw, shape)
-        return torch.special.ndtri(self._even) if draw is torch.randn else self._even

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.experiments import ROWS, Row
+from configs.experiments import Row
 from configs.settings import GROUPS, flatten, nearest
+from extras.experiments import ROWS
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -50,7 +51,7 @@ def find_row(overrides: Sequence[str]) -> Row | None:
     """Return the row that `experiment=` selects, or None if no row is selected. Raises UserError for an unknown row."""
     name = next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("experiment=")), "null")
     if name != "null" and name not in ROWS:
-        raise UserError(f"experiment={name} is not a row of configs/experiments.py{nearest(name, ROWS)}")
+        raise UserError(f"experiment={name} is not a row of configs/experiments.py or extras/experiments.py{nearest(name, ROWS)}")
     return ROWS.get(name)
 
 

@@ -16,9 +16,8 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from common.detectors import small_set
 from common.errors import UserError
 from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
@@ -54,16 +53,10 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
-def known_detector(name: str) -> str:
-    if name not in ("inception", "dinov2", "digits") and small_set(name) is None:
-        raise ValueError(f"{name!r} is none of inception, dinov2, digits and small-<set>, with a set in small letters")
-    return name
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
-Detector = Annotated[str, AfterValidator(known_detector)]
+Detector = Annotated[str, Field(pattern="^(inception|dinov2|digits|small-.+)$")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
@@ -277,7 +270,9 @@ class TrainConfig(Settings):
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
         if isinstance(self.diffusion, dict):
-            kind = resolve_name(DIFFUSIONS[self.diffusion["name"]])
+            if (name := str(self.diffusion.get("name"))) not in DIFFUSIONS:
+                raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
+            kind = resolve_name(DIFFUSIONS[name])
             checked = create_model("Chosen", __base__=Settings, diffusion=(kind, ...))
             object.__setattr__(self, "diffusion", validate({"diffusion": self.diffusion}, checked).diffusion)
         return self
@@ -288,26 +283,19 @@ class TrainConfig(Settings):
         The name omits keys that have no role or the role CHANGE_ALLOWED, such as train.num_steps. It also omits keys that the
         default name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
         """
-        typed = dict.fromkeys(override.lstrip("+~").partition("=")[0] for override in overrides)
+        typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        values, words = flatten(self.model_dump()), [self.name]
+        values, words = flatten(self.model_dump()), [self.name]  # `values` omits keys inside lists
         for key in typed:
             if find_role(key) not in (None, Role.CHANGE_ALLOWED) and key not in in_default:
-                value = json.dumps(values[f"{key}.name" if key in GROUPS else key]).strip('[]{}"/ ')
+                value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
         if len(words) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
         return self.model_copy(update={"name": name})
-
-    def checkpoints_gb(self, num_parameters: int) -> float:
-        """Return the maximum GB that checkpoints (float32 weights, EMA, moments, tracked averages) and float16 snapshots use."""
-        keep, every, lengths = self.checkpoint.keep_last + 1, self.checkpoint.keep_every, len(self.train.ema_lengths)
-        num_checkpoints = keep + (self.train.num_steps // every if every else 0)  # saving comes before removing old checkpoints
-        num_snapshots = self.train.num_steps // self.train.ema_snapshot_every
-        return (num_checkpoints * 4 * (4 + lengths) + num_snapshots * 2 * lengths) * num_parameters / 1e9
 
 
 class _Sampling(Settings):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from common.errors import UserError
 
@@ -30,23 +29,12 @@ def as_list(value: T | list[T]) -> list[T]:
     return value if isinstance(value, list) else [value]
 
 
-def validate(raw: dict, settings: type[S]) -> S:
-    """Convert `raw` to validated settings. Raises UserError with one line for every wrong key."""
-    with as_user_error_by_key(raw, known={**flatten(raw), **settings.model_fields}):
-        return settings.model_validate(raw)
-
-
-@contextlib.contextmanager
-def as_user_error_by_key(raw: dict, known: Iterable[str]) -> Iterator[None]:
-    """Convert a pydantic ValidationError in the `with` block to a UserError with one line for every wrong key.
-
-    Args:
-        raw: Values that the `with` block validates.
-        known: All valid keys. The message for an unknown key suggests the nearest valid keys.
-    """
+def validate(raw: dict, kind: type[T]) -> T:
+    """Convert `raw` to an instance of a settings class or dataclass. Raises UserError with one line for every wrong key."""
     try:
-        yield
+        return TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
+        known = {**flatten(raw), **kind.__pydantic_fields__}
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
 
 

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.detectors import small_set
 from common.errors import UserError, as_user_error
 from common.files import hash_file, write_atomically
 from common.progress import progress_bar
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
+from evaluations.suite import small_set
 
 # Weights trained on digits_reference.npz, which contains the images of latents/digits.safetensors in ADM's format.
 DIGITS_WEIGHTS = Path(__file__).with_name("digits_detector.safetensors")

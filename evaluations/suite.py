@@ -12,7 +12,6 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from common.detectors import small_set
 from evaluations import metrics
 from evaluations.features import Features
 
@@ -74,6 +73,12 @@ METRICS = (
     Metric("class_agreement", ("digits",), "higher", ".3f", FeaturePair.class_agreement),
     Metric("class_agreement_{}", ("small",), "higher", ".3f", FeaturePair.class_agreement),
 )
+
+
+def small_set(detector: str) -> str | None:
+    """Return the data set in the name of a small-image detector (small-fashion -> fashion), or None for other detectors."""
+    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
+    return found and found[1]
 
 
 def metrics_for(detector: str) -> list[Metric]:

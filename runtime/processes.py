@@ -78,8 +78,7 @@ def check_shared(file: Path, key: str) -> None:
 
     Raises UserError on every process, like `check_same`.
     """
-    if _group is not None:
-        check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
+    check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
 
 
 def check_same(value: object, key: str, path: Path) -> None:

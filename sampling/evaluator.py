@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator
 
-from common.detectors import small_set
 from common.errors import UserError, as_user_error
 from common.files import hash_file
 from common.progress import log_if_slow, progress_bar
@@ -44,7 +43,7 @@ def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
 
 
 def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator: Accelerator) -> Detector:
-    if name == "digits" or small_set(name):
+    if name == "digits" or name.startswith("small-"):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 
         if name != "digits" and settings.detector_weights is None:
@@ -60,7 +59,7 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
     from evaluations.inception import InceptionDetector, fetch_weights
 
     # If the detectors include small-<set>, `evaluation.detector_weights` is the weights file for small-<set>, not for Inception.
-    file = None if any(map(small_set, settings.all_detectors)) else settings.detector_weights
+    file = None if any(name.startswith("small-") for name in settings.all_detectors) else settings.detector_weights
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 

@@ -17,7 +17,7 @@ from checkpoints.load import load_config, load_network
 from checkpoints.resume import find_checkpoint_together
 from common.errors import UserError
 from configs import schema
-from configs.settings import as_user_error_by_key
+from configs.settings import validate
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -135,9 +135,7 @@ def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) ->
     if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
         raise UserError(f"{unknown[0]} is not a setting of the sampler of diffusion={diffusion.name}, which has {names}")
-    kind = type(diffusion.sampler)
-    with as_user_error_by_key(given, known=vars(diffusion.sampler)):
-        return replace(diffusion, sampler=kind(**vars(diffusion.sampler) | given))
+    return replace(diffusion, sampler=validate(vars(diffusion.sampler) | given, type(diffusion.sampler)))
 
 
 def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:

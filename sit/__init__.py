@@ -1,5 +1,3 @@
 """SiT's linear path, velocity prediction, loss and samplers (Ma et al., arXiv 2401.08740), based on the paper's equations."""
 
-from sit.diffusion import SiT
-
-__all__ = ["SiT"]
+from sit.diffusion import SiT as SiT

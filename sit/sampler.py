@@ -74,7 +74,11 @@ class FlowSampler:
         for t_cur, t_next in pairwise(self.noise_levels()):
             D_x = denoised(x, t_cur)
             if self.solver == "euler_maruyama":
-                x = self._sde_step(x, D_x, t_cur, t_next, random)
+                step = t_cur - t_next
+                score = -(x - (1 - t_cur) * D_x) / t_cur**2
+                x = x - step * ((x - D_x) / t_cur - t_cur * score)  # w(t) / 2 = t
+                if t_next > 0:
+                    x = x + math.sqrt(2 * t_cur * step) * random.randn(*x.shape[1:]).to(dtype)
             elif self.solver == "euler":
                 x = x + (t_next - t_cur) * (x - D_x) / t_cur
             else:
@@ -85,12 +89,3 @@ class FlowSampler:
                     x_next = x + (t_next - t_cur) * (v_cur + v_next) / 2
                 x = x_next
         return x.float()
-
-    def _sde_step(self, x: Tensor, D_x: Tensor, t_cur: float, t_next: float, random: SampleRandom) -> Tensor:
-        """Take one Euler-Maruyama step with w(t) / 2 = t."""
-        step = t_cur - t_next
-        score = -(x - (1 - t_cur) * D_x) / t_cur**2
-        mean = x - step * ((x - D_x) / t_cur - t_cur * score)
-        if t_next == 0:
-            return mean
-        return mean + math.sqrt(2 * t_cur * step) * random.randn(*x.shape[1:]).to(x.dtype)

@@ -24,6 +24,7 @@ FLOORS = [
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras import anything
 # Modules that import extras for a setting that selects them. configs/schema.py names those of model= and diffusion= as text.
 REGISTRY = {
+    "configs.compose": {"extras.experiments"},
     "training.build": {"extras.alignment", "extras.tracked_ema"},
     "sampling.recipe": {"extras.posthoc_ema"},
     "checkpoints.load": {"extras.sprint"},

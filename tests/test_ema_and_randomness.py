@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.randomness import SeedRandom, StepRandom
+from common.randomness import SeedRandom
 from sampling.sampler import draw_labels
 from training.ema import EMA
+from training.trainer import StepRandom
 
 CPU = torch.device("cpu")
 

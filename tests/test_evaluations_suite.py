@@ -11,14 +11,13 @@ from accelerate import Accelerator
 from conftest import REPOSITORY, forget_accelerate
 from safetensors.torch import load_file
 
-from common.detectors import small_set
 from common.errors import UserError
 from evaluations import features, metrics
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
 from evaluations.images import NpzImages, open_images, write_npz
 from evaluations.metrics import statistics_of
-from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for
+from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for, small_set
 from sampling import evaluator
 from sampling.evaluator import open_reference
 

@@ -9,7 +9,7 @@ from conftest import checked
 from checkpoints.load import build_network
 from common.errors import UserError
 from configs.compose import compose_overrides, find_row
-from configs.experiments import ROWS
+from extras.experiments import ROWS
 
 # The other placements differ from these only in their two blocks.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]

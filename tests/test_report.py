@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from configs.compose import compose_overrides
-from configs.experiments import ROWS
+from extras.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group
 from extras.report.runs import read_run, read_runs
@@ -29,7 +29,7 @@ def resolved(*overrides):
 
 def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0, steps=400_000, metric="fid", **config):
     """Write a run with lines every 50,000 steps and return its folder. fid: {step: FID}. speed: steps per second."""
-    stored = resolved(*overrides) | {"output_dir": str(root)} | config
+    stored = resolved(*overrides, f"output_dir={root}") | config
     folder = root / (name or stored["name"] + "".join(overrides[1:]).replace("/", "-"))
     folder.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(stored), folder / "config.yaml")

@@ -1,5 +1,7 @@
 """Routes and the router, against positions and gradients computed by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,8 +44,9 @@ def test_importance_with_full_weight_keeps_exactly_the_largest_l1_norms_and_inve
     norms = torch.tensor([[5.0, 1.0, 9.0, 3.0, 7.0, 2.0], [0.6, 0.1, 0.2, 0.5, 0.4, 0.3]])
     x = norms[..., None] / 3 * torch.tensor([1.0, -1.0, 1.0])  # (2, 6, 3) tokens with these L1-norms
     chance = torch.rand(2, 6, generator=torch.Generator().manual_seed(0))
-    assert TokenRouter.keep_highest(importance_scores(x, chance, 1.0), 3).tolist() == [[0, 2, 4], [0, 3, 4]]
-    assert TokenRouter.keep_highest(importance_scores(x, chance, 1.0, inverse=True), 3).tolist() == [[1, 3, 5], [1, 2, 5]]
+    for inverse, expected in ((False, [[0, 2, 4], [0, 3, 4]]), (True, [[1, 3, 5], [1, 2, 5]])):
+        rule = partial(importance_scores, weight=1.0, inverse=inverse)
+        assert TokenRouter.choose_ids_keep(x, 0.5, noise=chance, rule=rule).tolist() == expected
 
 
 def test_importance_is_normalised_per_sample_and_mixed_with_chance():
@@ -108,7 +111,7 @@ def test_ratios_can_be_replaced_for_all_routes_or_one_by_one():
     ("message", "call"),
     [
         (r"noise has shape \(2, 5\), the tokens", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, noise=torch.zeros(2, 5))),
-        ("rule gives scores of shape", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, rule=lambda x, u: u[:, :4])),
+        ("rule returns scores of shape", lambda: TokenRouter.choose_ids_keep(tokens(), 0.5, rule=lambda x, u: u[:, :4])),
         ("ids_keep has shape .1, 3., but there are 2", lambda: TokenRouter.start_route(tokens(), IDS_KEEP[:1])),
         ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3], tokens(), IDS_KEEP[:1])),
         ("do not belong to one route", lambda: TokenRouter.end_route(tokens()[:, :3], torch.cat([tokens()] * 2), IDS_KEEP)),

@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from conftest import TINY, checked, losses, make_shard, metrics, run_train, wait_for, weights
 from PIL import Image
 
-from checkpoints import provenance, store
+from checkpoints import provenance, resume, store
 from checkpoints.load import build_network, load_config
 from common.errors import UserError
 from common.randomness import derive_seed
@@ -188,11 +188,11 @@ def test_a_run_records_no_commit_if_the_code_has_no_git_repository_of_its_own(mo
     ],
 )
 def test_a_resume_with_different_settings_is_refused_and_names_the_difference(monkeypatch, tmp_path, change, words):
-    monkeypatch.setattr(build, "load_config", lambda folder: checked(TINY))
+    monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
     with pytest.raises(UserError, match=words):
-        build.check_resume(tmp_path, checked([*TINY, change]))
+        resume.check_resume(tmp_path, checked([*TINY, change]))
     harmless = ["train.lr=1", "train.num_steps=9", "diffusion.sampler.num_steps=3", "train.compile=none", "name=x"]
-    build.check_resume(tmp_path, checked([*TINY, *harmless]))
+    resume.check_resume(tmp_path, checked([*TINY, *harmless]))
 
 
 def test_a_resume_on_other_data_is_refused(train, tmp_path):
@@ -394,17 +394,17 @@ def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])
 def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
     stored, key = [checked(TINY)], "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
-    monkeypatch.setattr(build, "load_config", lambda folder: stored[-1])
+    monkeypatch.setattr(resume, "load_config", lambda folder: stored[-1])
     monkeypatch.setattr(store, "read_step", lambda folder: 1)
     monkeypatch.setattr(store, "imported_from", lambda folder: None)
     with pytest.raises(UserError, match=key):
-        build.check_initial(tmp_path, checked([*TINY, "init_from=x", change]))
-    build.check_initial(tmp_path, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
+        resume.check_initial(tmp_path, checked([*TINY, "init_from=x", change]))
+    resume.check_initial(tmp_path, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
     cfg = checked([*TINY, "init_from=x"])
     scaled = cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})
     stored.append(cfg.model_copy(update={"data": scaled}))
     with pytest.raises(UserError, match="does not fit this configuration: data.latents_mean") as refused:
-        build.check_initial(tmp_path, cfg)
+        resume.check_initial(tmp_path, cfg)
     assert len(str(refused.value)) < 500
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 
+from checkpoints import store
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from common.files import append_line
@@ -44,7 +45,7 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
-    needed, free = cfg.checkpoints_gb(num_parameters), shutil.disk_usage(run.path).free / 1e9
+    needed, free = store.disk_gb(cfg, num_parameters), shutil.disk_usage(run.path).free / 1e9
     log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
     if trainer.step == train.num_steps:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)

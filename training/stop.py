@@ -44,7 +44,7 @@ class StopSignal:
         self.signum: int | None = None  # the first signal that this process received
         self._first_urgent_sec: float | None = None
         self._group = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         # Do not replace the handlers of warning signals that are already handled or ignored. For example, nohup ignores SIGHUP.

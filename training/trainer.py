@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.progress import progress_bar
-from common.randomness import StepRandom
+from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
@@ -47,6 +47,22 @@ class Hook:
 
     def close(self) -> None:
         """The trainer calls this method when training ends, even after an error."""
+
+
+class StepRandom(SampleRandom):
+    """Random numbers for one training step. The numbers depend only on the seed, step, stream and row of the global batch.
+
+    Every process draws numbers for the global batch (`batch_size` rows) on its device and returns the rows of its micro-batch
+    (`rows`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
+    Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
+    """
+
+    def __init__(self, seed: int, step: int, stream: str, batch_size: int, rows: slice, device: torch.device):
+        self.batch_size, self.rows, self.device = batch_size, rows, device
+        self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
+
+    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
 
 
 class Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +10,29 @@ import torch
 from torch import Tensor
 
 from common.progress import progress_bar
-from common.randomness import SeedRandom, StratifiedRandom
+from common.randomness import SeedRandom
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import until_stopped
 from training.hooks import EvaluationHook
 from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
+
+
+class StratifiedRandom(SeedRandom):
+    """Variant of SeedRandom for items 0, 1, ... of a data set. Numbers without a shape cover their distribution evenly.
+
+    The number for item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces each tenth's numbers evenly.
+    """
+
+    def __init__(self, items: Sequence[int], device: torch.device, stream: str):
+        super().__init__(items, device, stream)
+        items = torch.as_tensor(items)
+        positions = (items // 10 + 0.5).double() * ((5**0.5 - 1) / 2) % 1
+        self._even = ((items % 10 + positions) / 10).float().to(device)
+
+    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        if shape:
+            return super()._draw(draw, shape)
+        return torch.special.ndtri(self._even) if draw is torch.randn else self._even
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, find_adapter
 from extras.attach.hooks import BlockHooks, Plan, argument_names
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, apply_rule, num_kept_tokens, uniform_scores
+from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_scores
 
 # Maps the name of each wrapper class to the attribute that contains the wrapped module.
 WRAPPED = {
@@ -132,10 +132,8 @@ class Attachment:
 
     def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
         """Choose the tokens that stay in a route. All rules except `uniform` need the image tokens (B, N, D) before the route."""
-        scores = plan.uniform[route]
-        if tokens is not None:
-            scores = apply_rule(self.rule, tokens, scores)
-        plan.ids_keep[route] = TokenRouter.keep_highest(scores, plan.num_kept[route])  # (B, K)
+        ids_keep = TokenRouter.keep_highest(self.rule, tokens, plan.uniform[route], plan.num_kept[route])
+        plan.ids_keep[route] = ids_keep  # (B, K)
 
     def find_plan(self, layer: int) -> Plan:
         """Return the plan of a block's forward pass, even if a backward pass recomputes the block."""

@@ -11,9 +11,9 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from configs.compose import compose_overrides
-from configs.experiments import ROWS
 from configs.schema import Role, find_role
 from configs.settings import flatten
+from extras.experiments import ROWS
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
 
 # Settings in which a routed run may differ from its dense baseline.

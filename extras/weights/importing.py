@@ -18,9 +18,9 @@ from common.types import PositiveFloat, PositiveInt, Text
 from configs import schema
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
-from configs.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
+from extras.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from extras.weights.published import read_published, read_sizes, turn_time_and_sign, without_projectors
 from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.torch_files import read_channel_statistics
