@@ -99,7 +99,9 @@ def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(c
     text = capsys.readouterr().out
     assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # the first three seeds choose the rate; A at 3 has only one
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
-    # Sums of squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571; 80%: 0.920.
+    # Welch: variances 1/3 and 5/12 of the means, error 0.75^0.5 = 0.866, 4.96 degrees of freedom; t = 2.577.
+    assert "| C - A | -4.50 (-6.73 to -2.27) |" in text
+    # Pooled: sums of squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571; 80%: 0.920.
     assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
     near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]
     show_equal_time(near)
@@ -117,17 +119,17 @@ def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
 
     for arm, first in (("routed-256", 1.0), ("dense-256", 1.5), ("routed-64", 1.0), ("dense-64", 1.2)):
         add(arm, 2000, [first, first + 0.1, first + 0.2])
-    lines.append(lines[-1] | {"seed": 3, "metrics": dict.fromkeys(NAMES, 9.0)})  # a seed that the other arms lack
+    lines.append(lines[-1] | {"seed": 3, "metrics": dict.fromkeys(NAMES, math.exp(1.3))})  # outcome 1 uses all seeds of an arm
     for arm, minima in (("dense-64", (2.0, 2.1, 2.2)), ("routed-64", (1.5, 1.6, 1.7))):
         for scale in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5):
             add(arm, 3000, [(scale - minimum) ** 2 for minimum in minima], scale, first_seed=0)
             add(arm, 3000, [0, 0.1, 0.2] if scale == (2.0 if arm == "dense-64" else 1.5) else [1, 1.1, 1.2], scale)
-    add("routed-64-end", 3000, [0.9, 1.1, 1.0])
+    add("routed-64-end", 3000, [0.9, 1.1, 1.0, 9.0])  # outcome 3 does not use a seed that routed-64 lacks
     show_tokens(lines)
     text = capsys.readouterr().out
-    # Standard errors 0.1 (4/3)^0.5, 0.1 (2/3)^0.5 (twice) and 0.1 / 3^0.5, with 8, 4, 4 and 2 degrees of freedom.
-    # p: 0.0317, 1, 0.0036, 0.225; by Holm's method the lowest times 4, the second times 3, and so on.
-    assert "with 256 tokens / with 64 | 0.74 (0.57 to 0.97) | 8 | 0.095 |" in text
+    # Standard errors (0.08/9 (1 + 1/4))^0.5, 0.1 (2/3)^0.5 (twice) and 0.1 / 3^0.5, with 9, 4, 4 and 2 degrees of freedom.
+    # p: 0.0192, 1, 0.0036, 0.225; by Holm's method the lowest times 4, the second times 3, and so on.
+    assert "with 256 tokens / with 64 | 0.74 (0.58 to 0.94) | 9 | 0.058 |" in text
     assert "at the scales 1.5 / 2 | 1.00 (0.80 to 1.25; 80%: 1.35) | 4 | 1 |" in text
     assert "best scale, routed - dense | -0.50 (-0.73 to -0.27) | 4 | 0.014 |" in text
     assert "dense end / routed to the end | 0.90 (0.71 to 1.16; 80%: 1.36) | 2 | 0.45 |" in text
@@ -170,7 +172,7 @@ def test_the_pages_show_what_the_command_prints(capsys):
         (REPOSITORY / f"extras/benchmarks/results/fashion_{name}.md").read_text(encoding="utf-8")
         for name in ("equal_time", "tokens")
     ]
-    assert len(tables) == 7 and all(any(table in page for page in pages) for table in tables)
+    assert len(tables) == 8 and all(any(table in page for page in pages) for table in tables)
 
 
 def test_a_wrong_argument_is_refused():

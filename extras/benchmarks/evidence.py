@@ -47,6 +47,7 @@ def evidence(equal_time: str = str(EQUAL_TIME), tokens: str = str(TOKENS), pictu
 def show_equal_time(lines: list[dict]) -> None:
     """Print tables of the learning rates, of each arm at its best rate, and of differences between routed arms and earlier arms.
 
+    The intervals of the first table of differences are Welch's, and those of the second use the deviation pooled over all arms.
     A learning rate can be the best rate of an arm only if it has at least three seeds.
     """
     arms, rates = (sorted({line[key] for line in lines}) for key in ("arm", "lr"))
@@ -60,7 +61,7 @@ def show_equal_time(lines: list[dict]) -> None:
     best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # the dict keeps the last, best rate of each arm
     show(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
 
-    rows, differences = [], []
+    rows, differences, pooled_differences = [], [], []
     for guidance, suffix in GUIDANCES.items():
         found = {arm: [find(metric, arm, best[arm], 2000, guidance) for metric in NAMES] for arm in best}
         found = {arm: columns for arm, columns in found.items() if all(columns)}
@@ -69,11 +70,14 @@ def show_equal_time(lines: list[dict]) -> None:
         spreads = [pooled_deviation(column) for column in zip(*found.values())]
         for other, arm in combinations(found, 2):
             if arm not in DENSE:
-                pairs = [Contrast.of([(1, ours), (-1, theirs)], s) for ours, theirs, s in zip(found[arm], found[other], spreads)]
-                texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(NAMES, pairs)]
-                differences.append([f"{arm} - {other}{suffix}", *texts])
+                groups = [[(1, ours), (-1, theirs)] for ours, theirs in zip(found[arm], found[other])]
+                welch, pooled = map(Contrast.welch, groups), map(Contrast.of, groups, spreads)
+                for table, pairs in ((differences, welch), (pooled_differences, pooled)):
+                    texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(NAMES, pairs)]
+                    table.append([f"{arm} - {other}{suffix}", *texts])
     show(["", "learning rate", "seeds", *NAMES.values()], rows)
-    show(["", *NAMES.values()], differences)
+    for table in (differences, pooled_differences):
+        show(["", *NAMES.values()], table)
 
 
 def show_tokens(lines: list[dict]) -> None:
@@ -114,7 +118,8 @@ def show_arms(lines: list[dict]) -> None:
 def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], float], Contrast]]:
     """Return the primary outcomes. Each has a name, a function that converts estimates to printed numbers, and a contrast.
 
-    An outcome uses only the training seeds that all of its arms share. Outcomes with fewer than two shared seeds are omitted.
+    Outcome 1 uses all training seeds of each arm, because the rule plans fewer seeds with 256 tokens. The other outcomes use the
+    seeds that all of their arms share. Outcomes with fewer than two seeds are omitted.
     """
 
     def log_distances(*conditions: dict) -> list[list[float]]:
@@ -124,7 +129,7 @@ def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], flo
         return [[log(values[seed]) for seed in seeds] for values in found]
 
     unguided, arms = {"first_seed": COMPARING, "cfg_scale": 1.0}, ("routed-64", "dense-64")
-    tokens = log_distances(*({"arm": arm, "step": 2000, **unguided} for arm in ("routed-256", "dense-256", *arms)))
+    tokens = [log_distances({"arm": arm, "step": 2000, **unguided})[0] for arm in ("routed-256", "dense-256", *arms)]
     end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
     scales = sorted({line["cfg_scale"] for line in lines if line.get("first_seed") == CHOOSING})
     columns = log_distances(*({"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms for scale in scales))
@@ -216,7 +221,7 @@ class Contrast:
 
     estimate: float
     error: float  # standard error of the estimate
-    df: int  # degrees of freedom of the standard error
+    df: float  # degrees of freedom of the standard error
 
     @staticmethod
     def of(groups: Sequence[tuple[float, Sequence[float]]], spread: tuple[float, int] | None = None) -> Contrast:
@@ -224,6 +229,13 @@ class Contrast:
         deviation, df = spread or pooled_deviation([values for _, values in groups])
         estimate = sum(weight * fmean(values) for weight, values in groups)
         return Contrast(estimate, deviation * sqrt(sum(weight**2 / len(values) for weight, values in groups)), df)
+
+    @staticmethod
+    def welch(groups: Sequence[tuple[float, Sequence[float]]]) -> Contrast:
+        """Compute a contrast of groups with different variances. The degrees of freedom follow Welch and Satterthwaite."""
+        variances = [weight**2 * stdev(values) ** 2 / len(values) for weight, values in groups]
+        df = sum(variances) ** 2 / sum(x**2 / (len(values) - 1) for x, (_, values) in zip(variances, groups))
+        return Contrast(sum(weight * fmean(values) for weight, values in groups), sqrt(sum(variances)), df)
 
     @property
     def p_value(self) -> float:
