@@ -269,7 +269,7 @@ class DiT(nn.Module):
             if i in starts:
                 noise = None if route_noise is None else route_noise[:, starts[i]]
                 x_before, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:  # at ratio 0, DDP still needs gradients for the `route_end_class` modules
+                if ratio > 0 or self.training:  # Fusion's mask token needs a gradient even at ratio 0
                     ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]

@@ -19,7 +19,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.files import REPOSITORY, lock_file
 from configs import command_line
-from configs.schema import FidConfig, TrainConfig
+from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
 
 
@@ -39,7 +39,8 @@ def main(cfg: FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    of_sampler = [key for key in ("cfg_scale", "ema_length") if getattr(cfg, key) is not None]
+    of_sampler = [key for key in ("cfg_scale", "ema_length", *cfg.model_extra) if getattr(cfg, key) is not None]
+    of_sampler += ["guidance"] if cfg.guidance[0].name != "none" else []
     if cfg.images and of_sampler:
         raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
@@ -49,7 +50,11 @@ def main(cfg: FidConfig) -> None:
     for folder in folders:
         check_shared(folder / store.MANIFEST, given[0])
     runs = {folder: load_config(folder) for folder in folders}
-    cfg = with_settings_of_run(cfg, runs[folders[0]] if folders else None)
+    filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None)]
+    for other in filled:
+        if changed := differences(filled[0], other):
+            raise UserError(f"the runs have different evaluation settings ({'; '.join(changed)}); set them in the command")
+    cfg = filled[0]
     images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
     if images is not None:
         check_same(images.quick_fingerprint(), "images", images.path)

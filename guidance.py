@@ -85,7 +85,7 @@ def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, 
 
     Args:
         w: Guidance weight. A weight of 1 disables guidance and uses only the strong branch, which is dense if r_strong is 0.
-        r_strong, r_weak: Fractions of the tokens that SKIP the routes, 0 <= r_strong < r_weak <= 1. At 0, no tokens skip.
+        r_strong, r_weak: Fractions of the tokens that SKIP the routes, 0 <= r_strong < r_weak < 1. At 0, no tokens skip.
 
     Raise ValueError if the network has no routes or if the weak branch does not keep fewer tokens than the strong branch.
     """

@@ -29,7 +29,7 @@ def main(cfg: TrainConfig) -> None:
     from accelerate.utils import set_seed
 
     from checkpoints.load import build_network
-    from checkpoints.resume import check_initial, check_resume, find_initial, find_resume
+    from checkpoints.resume import check_initial, find_initial, open_run
     from checkpoints.run import RunFolder
     from runtime import processes
     from runtime.compilation import check_machine
@@ -53,16 +53,15 @@ def main(cfg: TrainConfig) -> None:
     initial = find_initial(run, cfg.init_from)
     if initial is not None:
         check_initial(initial, cfg)
+    # An existing run is opened before any slow work. A new run is opened later, so that an error leaves no folder behind.
+    newest = open_run(run, cfg) if processes.on_main(run.path.exists) else None
 
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
     net = build_network(cfg)
     ema = build.build_ema(train, net)
     hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
-    processes.on_main(run.open)
-    newest = find_resume(run, cfg.resume)
-    if newest is not None:
-        check_resume(newest, cfg)
+    newest = newest or open_run(run, cfg)
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:

@@ -10,18 +10,38 @@ from checkpoints import store
 from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
+from common.files import read_lines
 from configs import schema
 from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
 
 
+def open_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
+    """Open and lock the run folder. Return the checkpoint from which the run resumes (see `find_resume` and `check_resume`).
+
+    Without a checkpoint, return None, and rename the results of a run with other settings.
+    """
+
+    def keep_other_results() -> None:
+        has_results = run.config.exists() and any(read_lines(run.metrics))
+        if has_results and schema.differences(store.read_config(run.path), cfg, schema.SAME_RUN):
+            run.rename_results()
+
+    on_main(run.open)
+    newest = find_resume(run, cfg.resume)
+    if newest is None:
+        on_main(keep_other_results)
+    else:
+        check_resume(newest, cfg)
+    return newest
+
+
 def find_resume(run: RunFolder, resume: str) -> Path | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
-    Raises:
-        UserError: If resume=never and the run has checkpoints, if all checkpoints are damaged, or if the checkpoint was imported
-            or is not visible on every node.
+    Raise UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the checkpoint was imported
+    or is not visible on every node.
     """
 
     def decide() -> Path | None:
@@ -56,7 +76,7 @@ def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
 
     def decide() -> Path | None:
         if store.list_steps(run.checkpoints):
-            log.info("init_from=%s is not read again: the run resumes from its own checkpoint", init_from)
+            log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
             return None
         return store.find_checkpoint(Path(init_from), "init_from")
 
@@ -107,5 +127,8 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     if changed := schema.differences(stored, cfg, schema.SAME_RUN):
         problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
         raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
-    for line in schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED]):
+    changed = schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED])
+    if cfg.train.schedule == "cosine":  # the learning rate of every step depends on the length
+        changed += [line for line in schema.differences(stored, cfg) if line.startswith("train.num_steps:")]
+    for line in changed:
         log.warning("resumed with a changed setting: %s", line)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from common.files import lock_file, read_lines, remove_leftovers, write_atomically
+
+log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -18,12 +21,14 @@ class RunFolder:
         self.path = Path(output_dir) / name
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
-        self.metrics = self.path / "metrics.jsonl"
+        self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self._lock = None
 
     def open(self) -> None:
-        """Create and lock the run folder. Raise UserError if the folder is not writable or if another process trains in it."""
+        """Create and lock the run folder, unless it is open. Raise UserError if it is not writable or used by another process."""
+        if self._lock is not None:
+            return
         self._lock = lock_file(self.path / ".lock", "training in", "name")
         for folder in (self.checkpoints, self.samples):
             folder.mkdir(exist_ok=True)
@@ -31,7 +36,7 @@ class RunFolder:
 
     def write_config(self, config: dict) -> None:
         """Write the run's resolved configuration to config.yaml."""
-        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+        write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
         """Return the run's Weights & Biases ID, which stays the same when the run resumes."""
@@ -52,6 +57,13 @@ class RunFolder:
             number = file.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user
                 file.unlink()
+
+    def rename_results(self) -> None:
+        """Rename the configuration, metrics and grids of a run with other settings, so that a new run does not delete them."""
+        suffix = f"earlier_{secrets.token_hex(4)}"
+        for path in (self.config, self.metrics, self.samples):
+            path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
+        log.warning("%s holds results of a run with other settings; they are now in *_%s", self.path, suffix)
 
     def close(self) -> None:
         """Release the lock on the run folder."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
 from common.progress import log_if_slow
-from configs import schema
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +61,6 @@ def list_steps(root: Path) -> dict[int, Path]:
     with as_user_error(root):  # `glob` would silently return nothing for an unreadable folder
         folders = [p for p in root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()] if root.is_dir() else []
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
-
-
-def disk_gb(cfg: schema.TrainConfig, num_parameters: int) -> float:
-    """Return the maximum GB that a run's checkpoints (float32 weights, EMA, moments, averages) and float16 snapshots use."""
-    keep, every, lengths = cfg.checkpoint.keep_last + 1, cfg.checkpoint.keep_every, len(cfg.train.ema_lengths)
-    num_checkpoints = keep + (cfg.train.num_steps // every if every else 0)  # saving comes before removing old checkpoints
-    num_snapshots = cfg.train.num_steps // cfg.train.ema_snapshot_every
-    return (num_checkpoints * 4 * (4 + lengths) + num_snapshots * 2 * lengths) * num_parameters / 1e9
 
 
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
@@ -210,8 +201,7 @@ def load(folder: Path) -> Checkpoint:
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Check that the tensors from `file` have the same names, shapes and types as the tensors in `like`.
 
-    Raises:
-        UserError: If a tensor is missing on one side, or if its shape or type differs. The message names the first such tensor.
+    Raise UserError, which names the first tensor that differs or is missing on one side.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
@@ -253,10 +243,7 @@ def find_checkpoint(folder: Path, key: str) -> Path:
 
 
 def rename_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips the folder. No file is deleted.
-
-    Raise UserError if the checkpoint cannot be renamed.
-    """
+    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips it. Raise UserError if that fails."""
     target = folder.with_name(f"bad_{folder.name}_{secrets.token_hex(4)}")
     try:
         return folder.rename(target)

@@ -30,20 +30,24 @@ class SampleRandom:
     """Random numbers for B samples. randn(*shape) and rand(*shape) return [B, *shape]. Subclasses define `_draw`.
 
     Attributes:
-        quantiles: Quantiles in [0, 1] of the numbers from the last call without a shape, [B]. A diffusion's loss draws only its
-            noise levels without a shape.
+        quantiles: Quantiles in [0, 1] of the noise levels, [B], which a diffusion's loss draws without a shape. A second call
+            without a shape raises RuntimeError. Draw other numbers with a shape, such as (1,).
     """
+
+    quantiles: Tensor | None = None
 
     def randn(self, *shape: int) -> Tensor:
         numbers = self._draw(torch.randn, shape)
-        if not shape:
-            self.quantiles = torch.special.ndtr(numbers)
-        return numbers
+        return numbers if shape else self._keep_quantiles(numbers, torch.special.ndtr(numbers))
 
     def rand(self, *shape: int) -> Tensor:
         numbers = self._draw(torch.rand, shape)
-        if not shape:
-            self.quantiles = numbers
+        return numbers if shape else self._keep_quantiles(numbers, numbers)
+
+    def _keep_quantiles(self, numbers: Tensor, quantiles: Tensor) -> Tensor:
+        if self.quantiles is not None:
+            raise RuntimeError("a second draw without a shape would replace the quantiles of the noise levels")
+        self.quantiles = quantiles
         return numbers
 
 

@@ -355,7 +355,7 @@ class FidConfig(_Sampling):
 
 
 class Role(Enum):
-    """How a key affects a run. Keys without a role (paths, logging, speed) do not affect results.
+    """How a key affects a run. Keys without a role (paths, logging, speed) do not distinguish experiments.
 
     The value of a role lists its keys. A group's role applies to all unlisted keys in the group.
     """

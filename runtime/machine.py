@@ -77,7 +77,7 @@ def check_gpus() -> None:
 def choose_kernels(device: torch.device, tf32: bool) -> None:
     """On CUDA, allow or forbid TF32 (10 mantissa bits) in float32 products and convolutions. Disable a faulty attention kernel.
 
-    On an H100, torch prefers cuDNN's attention. Before cuDNN 9.26, its backward can return NaN if the key count is 64 modulo 128.
+    torch 2.15 warns that before cuDNN 9.26, its attention can return NaN gradients on an H100 if the key count is 64 modulo 128.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

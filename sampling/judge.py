@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Judge:
-    """Evaluates points, which share detectors, reference features and networks.
+    """Evaluates points, which share detectors and reference features.
 
     Attributes:
         cfg: Settings of the fid.py command, with unset evaluation settings filled in from the run.

@@ -56,7 +56,9 @@ def test_sampling_draws_depend_on_the_seed_alone():
     together, alone = SeedRandom([3, 11, 5], CPU), SeedRandom(np.array([11]), CPU)
     for _ in range(2):
         assert torch.equal(alone.randn(4)[0], together.randn(4)[1])
-    assert together.randn().shape == together.rand().shape == (3,)
+    assert together.randn().shape == SeedRandom([3, 11, 5], CPU).rand().shape == (3,)
+    with pytest.raises(RuntimeError, match="a second draw without a shape"):
+        together.rand()
 
 
 def test_classes_of_seeds_are_uniform_or_exactly_balanced():

@@ -22,7 +22,7 @@ from sampling.sampler import ImageSampler
 
 NAMES = [metric.name for metric in metrics_for("digits")]
 EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
-FID = ["num_samples=70", "num_steps=2", "batch_size=35", "cpu_threads=1"]
+FID = ["num_samples=70", "batch_size=35", "cpu_threads=1"]
 REFERENCE = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
 
 
@@ -46,7 +46,8 @@ def fid(tmp_path):
     """Fixture: fid(output, *overrides) runs fid.py and returns the lines of results.jsonl."""
 
     def run(output, *overrides):
-        run_fid(f"output={tmp_path / output}", *FID, *overrides)
+        sampler = [] if any(override.startswith("images=") for override in overrides) else ["num_steps=2"]
+        run_fid(f"output={tmp_path / output}", *FID, *sampler, *overrides)
         return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
 
     return run
@@ -113,13 +114,17 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
     assert not problems and "cfg_scale 1.5" in guided
 
 
-def test_a_changed_detector_file_makes_the_next_start_evaluate_again(train, tmp_path):
+def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_again(train, tmp_path):
     shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
     settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.detector_weights={weights}"]
     run = train("run", *settings)
     weights.write_bytes(weights.read_bytes() + b" ")
     train("run", *settings)
     assert len({record["settings"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
+    arrays = dict(np.load(REPOSITORY / REFERENCE.partition("=")[2]))
+    np.savez(tmp_path / "digits_reference.npz", **arrays | {"arr_0": 255 - arrays["arr_0"]})
+    train("run", *settings, f"evaluation.reference={tmp_path / 'digits_reference.npz'}")
+    assert len([record for record in metrics(run) if "metrics" in record]) == 3
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
@@ -205,11 +210,17 @@ def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale= applies to sampling"),
         (["images=a.npz", "ema_length=0.1"], "ema_length= applies to sampling"),
+        (["images=a.npz", "num_steps=3"], "num_steps= applies to sampling"),
+        (["images=a.npz", "guidance=cfg"], "guidance= applies to sampling"),
         (["images=a.npz", "weights=[ema,best]"], r"weights\[1\]='best'"),
         (["checkpoint=a", "weights=[]"], r"weights=\[\]: .*at least 1 item"),
         (["checkpoint={edm}", "num_steps=[]"], r"num_steps=\[\] lists no value"),
         (["checkpoint=a", "guidance=sparse", "guidance.w=[]"], r"guidance: w=\[\] lists no value"),
         (["checkpoint=[{edm},{other}]"], "checkpoints of different resolutions need separate commands: 8 .*, 16 "),
+        (
+            ["checkpoint=[{edm},{other}]"],
+            "different evaluation settings .evaluation.reference: .*digits_reference.*other",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_before_any_work(fid, edm, tmp_path, monkeypatch, overrides, words):
@@ -218,7 +229,8 @@ def test_wrong_settings_are_refused_before_any_work(fid, edm, tmp_path, monkeypa
     if "{other}" in "".join(overrides):
         other = shutil.copytree(edm / "checkpoints" / "step_0000004", tmp_path / "step_0000004")
         config = (other / "config.yaml").read_text()
-        (other / "config.yaml").write_text(config.replace("resolution: 8", "resolution: 16"))
+        change = ("/digits_reference.npz", "/other.npz") if "reference" in words else ("resolution: 8", "resolution: 16")
+        (other / "config.yaml").write_text(config.replace(*change))
         renew_manifest(other)
     overrides = [word.format(here=tmp_path, edm=edm, other=tmp_path / "step_0000004") for word in overrides]
     with pytest.raises(UserError, match=words):

@@ -1,4 +1,4 @@
-"""Build the data set, EMA, alignment and hooks for a configuration, and check that a checkpoint fits the configuration."""
+"""Build the data set, EMA, alignment and hooks for a configuration."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         raise UserError(f"data.path={data.path} does not exist")
     with log_if_slow(log, "opening data.path=%s", data.path):
         dataset = LatentDataset(data.path)
+    if dataset.height != dataset.width:
+        raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
     found = {"in_channels": dataset.channels, "input_size": dataset.height}
     for key in ("num_classes", "scale_factor", "resolution", "latents_mean", "latents_std"):
         found[key] = getattr(dataset.info, key)
@@ -145,7 +147,7 @@ def build_hooks(
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
-        active.append(hooks.SampleEvaluation(run, cfg.eval.every, evaluator, samplers))
+        active.append(hooks.SampleEvaluation(run, cfg.eval.every, evaluator, samplers, reference.quick_fingerprint()))
     if validation:
         active.append(Validation(run, cfg.eval.every, validation))
     return active

@@ -114,10 +114,12 @@ class SampleEvaluation(EvaluationHook):
 
     Attributes:
         samplers: Mapping from guidance scale to image sampler.
+        reference_hash: The reference's `quick_fingerprint`.
     """
 
     evaluator: Evaluator
     samplers: Mapping[float, ImageSampler]
+    reference_hash: str
 
     def identify(self, trainer: Trainer) -> list[dict]:
         """Return identifying fields for each guidance scale. `settings` contains keys that affect metrics, as in `fid.py`."""
@@ -127,7 +129,8 @@ class SampleEvaluation(EvaluationHook):
         settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
         settings |= hash_weights(cfg.evaluation)
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
-        return [{"step": step, "num_samples": num_samples, "cfg_scale": scale, "settings": settings} for scale in self.samplers]
+        about = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
+        return [{**about, "cfg_scale": scale} for scale in self.samplers]
 
     def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
         num_samples, sampler = key_fields["num_samples"], self.samplers[key_fields["cfg_scale"]]

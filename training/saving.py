@@ -66,8 +66,7 @@ class CheckpointHook(Hook):
     def check(self, wait: bool) -> None:
         """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.
 
-        Args:
-            wait: Whether to wait for the write in progress. If False, a later call raises the error of an unfinished write.
+        If `wait` is False, the error of an unfinished write surfaces in a later call.
         """
 
         def result() -> None:

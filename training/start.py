@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 
-from checkpoints import store
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from common.files import append_line
@@ -45,9 +44,13 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
-    needed, free = store.disk_gb(cfg, num_parameters), shutil.disk_usage(run.path).free / 1e9
+    every, num_lengths = cfg.checkpoint.keep_every, len(train.ema_lengths)
+    num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
+    bytes_per_parameter = 4 * (4 + num_lengths) * num_checkpoints  # float32 weights, EMA, two moments, train.ema_lengths
+    bytes_per_parameter += 2 * num_lengths * (train.num_steps // train.ema_snapshot_every)  # float16 snapshots
+    needed, free = bytes_per_parameter * num_parameters / 1e9, shutil.disk_usage(run.path).free / 1e9
     log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
-    if trainer.step == train.num_steps:
+    if trainer.step >= train.num_steps:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
         return
     schedule = f"batch {train.batch_size}, lr {train.lr:g} ({train.schedule})"

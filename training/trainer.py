@@ -33,8 +33,8 @@ MAX_LOSS = 1e6
 class Hook:
     """A callback that the trainer calls every `every` steps and after the last step, or never if `every` is 0.
 
-    The trainer also calls hooks that are due when a run starts, because a signal may have interrupted the hooks. Hooks can read
-    the trainer's state, but must not change the weights or the optimizer.
+    When a run resumes, the trainer calls the hooks that are due at its step again, because a signal may have interrupted them.
+    Hooks can read the trainer's state, but must not change the weights or the optimizer.
     """
 
     every: int
@@ -76,8 +76,9 @@ class Trainer:
         hooks: Hooks in the order in which the trainer calls them.
 
     Attributes:
-        modules: The trained modules, which are `net` and, with alignment, the projector. `wrapped` contains the modules that
-            accelerate has wrapped. `parameters` contains their trained parameters.
+        modules: The trained modules, which are `net` and, with alignment, the projector.
+        wrapped: The same modules, wrapped by accelerate.
+        parameters: The trained parameters of the modules.
         step: Number of completed optimizer steps. Training starts at `first_step`. The last metrics line is for `measured_step`.
         slices: Row slices of the global batch, one for each micro-batch of this process.
         loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `bin_sums` contains the diffusion
@@ -177,15 +178,10 @@ class Trainer:
         return [losses.mean(), self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True))], bin_sums
 
     def train(self) -> bool:
-        """Train from self.step to the end of the run or until a signal arrives, and call the hooks when they are due.
+        """Train from self.step to the end of the run or until a signal arrives. Return whether the run is complete.
 
-        A signal stops training after the current step or sample batch. `Hook.finish` then saves a checkpoint.
-
-        Returns:
-            True if the run is complete, or False if a signal stopped the run.
-
-        Raises:
-            UserError: If the run has diverged, a hook fails or another process has ended.
+        The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
+        then saves a checkpoint. Raise UserError if the run has diverged, a hook fails or another process has ended.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
