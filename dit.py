@@ -287,11 +287,11 @@ class DiT(nn.Module):
         out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
-    def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
+    def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
         """Draw the random keyword arguments of `forward` for one training step. Each argument has its own random stream."""
-        draws = {"drop_labels": random("labels").rand() < self.class_dropout}
+        draws = {"drop_labels": random_for("labels").rand() < self.class_dropout}
         if self.router.routes:
-            draws["route_noise"] = random("routes").rand(len(self.router.routes), self.num_tokens)
+            draws["route_noise"] = random_for("routes").rand(len(self.router.routes), self.num_tokens)
         return draws
 
     def token_tables(self) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ MAX_GRID_IMAGES = 100
 
 def main(cfg: SampleConfig) -> None:
     from checkpoints.load import load_config
-    from checkpoints.resume import find_checkpoint_together
+    from checkpoints.resume import find_checkpoint_on_main
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
     from runtime.processes import check_shared, on_main, wait_for_all
@@ -46,7 +46,7 @@ def main(cfg: SampleConfig) -> None:
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    checkpoint = find_checkpoint_together(cfg.checkpoint, "checkpoint")
+    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint")
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     labels = choose_labels(cfg, run.data.num_classes)

@@ -55,7 +55,7 @@ def find_resume(run: RunFolder, resume: str) -> Path | None:
             )
         return found
 
-    return _see_together(decide, "output_dir")
+    return _decide_on_main(decide, "output_dir")
 
 
 def find_newest_of_run(run: RunFolder) -> Path | None:
@@ -80,15 +80,15 @@ def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
             return None
         return store.find_checkpoint(Path(init_from), "init_from")
 
-    return None if init_from is None else _see_together(decide, "init_from")
+    return None if init_from is None else _decide_on_main(decide, "init_from")
 
 
-def find_checkpoint_together(path: str, key: str) -> Path:
+def find_checkpoint_on_main(path: str, key: str) -> Path:
     """Call `store.find_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
-    return _see_together(lambda: store.find_checkpoint(Path(path), key), key)
+    return _decide_on_main(lambda: store.find_checkpoint(Path(path), key), key)
 
 
-def _see_together(decide: Callable[[], Path | None], key: str) -> Path | None:
+def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:
     folder = on_main(decide)
     if folder is not None:
         check_shared(folder / store.MANIFEST, key)

@@ -136,12 +136,12 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
-    kind = (keys or {}).get(name)
+    settings_class = (keys or {}).get(name)
     if HELP & set(given):
-        sys.stdout.write(source_of(kind or commands[name]))
+        sys.stdout.write(source_of(settings_class or commands[name]))
         return
     function = resolve_name(commands[name])
-    target = resolve_name(kind) if kind else function
+    target = resolve_name(settings_class) if settings_class else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     if wrong := [argument for argument in given if "=" not in argument]:
@@ -151,7 +151,7 @@ def run_command(commands: dict[str, str], description: str, arguments: list[str]
     except (YAMLError, OmegaConfBaseException, ValueError) as e:
         raise UserError(" ".join(str(e).split())) from e
     values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
-    function(target(**values)) if kind else function(**values)
+    function(target(**values)) if settings_class else function(**values)
 
 
 def source_of(what: str) -> str:

@@ -117,7 +117,7 @@ class Data(Settings):
     resolution: PositiveInt | None = None
 
 
-class NoChoice(Settings):
+class Disabled(Settings):
     name: Literal["none"]
 
 
@@ -130,7 +130,7 @@ class REPASettings(Settings):
     projector_width: PositiveInt
 
 
-Alignment = Annotated[NoChoice | REPASettings, Field(discriminator="name")]
+Alignment = Annotated[Disabled | REPASettings, Field(discriminator="name")]
 
 
 class CFG(Settings):
@@ -169,7 +169,7 @@ class Autoguidance(Bounded):
     w: FiniteFloat
 
 
-Guidance = Annotated[NoChoice | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
+Guidance = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
 
 
 class Train(Settings):

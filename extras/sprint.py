@@ -98,9 +98,9 @@ class FusedRoutes:
             drop_paths = torch.rand(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
         return super().forward(x, t, y, route_inputs=drop_paths, **inputs)
 
-    def draw_inputs(self, random: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
-        draws = super().draw_inputs(random)
-        return draws | ({"drop_paths": random("paths").rand() < self.path_drop} if self.path_drop > 0 else {})
+    def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
+        draws = super().draw_inputs(random_for)
+        return draws | ({"drop_paths": random_for("paths").rand() < self.path_drop} if self.path_drop > 0 else {})
 
 
 class SPRINT(FusedRoutes, dit.DiT):

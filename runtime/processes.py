@@ -21,7 +21,7 @@ from common.files import hash_file
 
 # The timeout allows for slow work in one process (hashing or saving checkpoints on a slow file system, computing metrics) and for
 # the drift between processes over 50,000 samples.
-PATIENCE = timedelta(hours=2)
+WAIT_TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
 _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or None for a single process
@@ -31,7 +31,7 @@ def connect() -> None:
     """Create the gloo group of all processes. `start_accelerator` calls this function. A sweep creates the group only once."""
     global _group
     if _group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        _group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        _group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
 
 
 def leave() -> None:
@@ -60,9 +60,9 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 def wait_for_all() -> None:
-    """Wait until every process calls this function. After PATIENCE, an error on the main process names a missing process."""
+    """Wait until every process calls this function. After WAIT_TIMEOUT, an error on the main process names a missing process."""
     if _group is not None:
-        dist.monitored_barrier(_group, PATIENCE)
+        dist.monitored_barrier(_group, WAIT_TIMEOUT)
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 import guidance
 from checkpoints import store
 from checkpoints.load import load_config, load_network
-from checkpoints.resume import find_checkpoint_together
+from checkpoints.resume import find_checkpoint_on_main
 from common.errors import UserError
 from configs import schema
 from configs.settings import validate
@@ -92,15 +92,15 @@ class Recipe:
     def settings(self) -> dict:
         """Return the settings under the names in results. Sampler settings with default values are omitted, except num_steps."""
         ema_length = {"ema_length": self.average.length} if self.average else {}
-        return {"weights": self.weights, **name_guidance(self.guidance), **name_sampler(self.diffusion), **ema_length}
+        return {"weights": self.weights, **guidance_settings(self.guidance), **sampler_settings(self.diffusion), **ema_length}
 
     def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
-        return self.sampler(net, decoder, device, compile_mode)
+        return self.image_sampler(net, decoder, device, compile_mode)
 
-    def sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
+    def image_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load autoguidance's weak network."""
         weak = None
         if self.guidance.name == "autoguidance":
@@ -138,13 +138,13 @@ def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) ->
     return replace(diffusion, sampler=validate(vars(diffusion.sampler) | given, type(diffusion.sampler)))
 
 
-def name_sampler(diffusion: schema.Diffusion) -> dict[str, object]:
+def sampler_settings(diffusion: schema.Diffusion) -> dict[str, object]:
     """Return num_steps and all sampler settings that differ from their default values."""
     default = vars(type(diffusion.sampler)())
     return {key: x for key, x in vars(diffusion.sampler).items() if key == "num_steps" or x != default[key]}
 
 
-def name_guidance(settings: schema.Guidance) -> dict[str, object]:
+def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
     """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
@@ -194,7 +194,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 @lru_cache(maxsize=100)
 def find_weak_checkpoint(path: str) -> Path:
     """Find and verify autoguidance's weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
-    return find_checkpoint_together(path, "guidance.checkpoint")
+    return find_checkpoint_on_main(path, "guidance.checkpoint")
 
 
 def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:

@@ -17,7 +17,7 @@ folder, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
-processes.PATIENCE = timedelta(seconds=60 if what == "wait" else 2)
+processes.WAIT_TIMEOUT = timedelta(seconds=60 if what == "wait" else 2)
 processes.connect()
 
 def slow(is_here):
@@ -40,7 +40,7 @@ if what == "wait":
         found.append(str(e))
     processes.leave()
 else:
-    stop_module.PATIENCE = timedelta(seconds=3)
+    stop_module.STOP_TIMEOUT = timedelta(seconds=3)
     stop = stop_module.StopSignal()
     stop.poll_now()
     if rank == 1:

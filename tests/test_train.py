@@ -22,7 +22,7 @@ from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build
-from training.hooks import Grids
+from training.hooks import SampleGrids
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
@@ -333,7 +333,7 @@ def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wand
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Grids and evaluations in training.
+# SampleGrids and evaluations in training.
 
 
 def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock(train, monkeypatch):
@@ -348,7 +348,7 @@ def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock
 
     monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     monkeypatch.setattr(Trainer, "train_step", slowed(Trainer.train_step, 2.0))
-    monkeypatch.setattr(Grids, "__call__", slowed(Grids.__call__, 100.0))
+    monkeypatch.setattr(SampleGrids, "__call__", slowed(SampleGrids.__call__, 100.0))
     monkeypatch.setattr(Trainer, "_start_clock", lambda trainer: starts.append(trainer.step) or start_clock(trainer))
     run = train("run", "train.num_steps=6", "train.log_every=3", *GRIDS)
     assert [line["steps_per_sec"] for line in metrics(run)] == [0.5, 0.5]

@@ -126,7 +126,7 @@ def build_hooks(
     """
     validation = open_validation(cfg, dataset)
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    active: list[Hook] = [hooks.Metrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
+    active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
     active += ema.hooks(run, cfg.train.ema_snapshot_every)
     # Check the sampling and evaluation settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
@@ -140,9 +140,9 @@ def build_hooks(
     decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if recipes else None
     mode = resolve_compile(cfg.train.compile, accelerator.device)
     compile_network(ema.net, mode)
-    samplers = {key: recipe.sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
+    samplers = {key: recipe.image_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
     if cfg.sample.every:
-        active.append(hooks.Grids(run, cfg.sample.every, samplers.pop("grid")))
+        active.append(hooks.SampleGrids(run, cfg.sample.every, samplers.pop("grid")))
     if is_evaluated:
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)

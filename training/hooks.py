@@ -19,7 +19,7 @@ from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights, until_stopped
-from sampling.recipe import name_sampler, with_sampler
+from sampling.recipe import sampler_settings, with_sampler
 from sampling.sampler import ImageSampler, draw_labels
 from training.trainer import Hook, Trainer
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Metrics(Hook):
+class LogMetrics(Hook):
     """A hook that logs training metrics to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
@@ -52,7 +52,7 @@ def track(accelerator: Accelerator, record: dict) -> None:
 
 
 @dataclass
-class Grids(Hook):
+class SampleGrids(Hook):
     """A hook that saves EMA network samples as grids in samples/step_N.png. Image i has seed i and class i mod num_classes.
 
     The main process samples the images while the other processes wait.
@@ -125,7 +125,7 @@ class SampleEvaluation(EvaluationHook):
         """Return identifying fields for each guidance scale. `settings` contains keys that affect metrics, as in `fid.py`."""
         cfg, step = trainer.cfg, trainer.step
         diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
-        settings = {"weights": "ema", **name_sampler(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
+        settings = {"weights": "ema", **sampler_settings(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
         settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
         settings |= hash_weights(cfg.evaluation)
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples

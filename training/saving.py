@@ -56,7 +56,7 @@ class CheckpointHook(Hook):
             "data": trainer.dataset.fingerprint,
             "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
             "loss_sums": trainer.loss_sums.tolist(),
-            "loss_count": trainer.step - trainer.measured_step,
+            "loss_count": trainer.step - trainer.last_logged_step,
             "bin_sums": trainer.bin_sums.tolist(),
             "encoder_hash": None if trainer.alignment is None else trainer.alignment.encoder_hash,
         }
@@ -102,7 +102,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
         )
     _restore(trainer, folder, checkpoint, with_optimizer=True)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
-    trainer.measured_step -= checkpoint.state["loss_count"]
+    trainer.last_logged_step -= checkpoint.state["loss_count"]
     trainer.bin_sums.copy_(torch.tensor(checkpoint.state["bin_sums"]))
     log.info("resumed from %s", folder)
 
@@ -140,7 +140,7 @@ def _restore(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, wi
     trainer.ema.num_updates_before = num_updates
     if not with_optimizer:
         return
-    trainer.step = trainer.first_step = trainer.measured_step = checkpoint.step
+    trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
     trainer.ema.num_updates_before -= trainer.step
     if checkpoint.tracked_ema is not None:
         trainer.ema.load("tracked_ema", checkpoint.tracked_ema)

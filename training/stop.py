@@ -25,7 +25,7 @@ STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT", "SI
 URGENT = (signal.SIGTERM, signal.SIGINT)
 # The terminal and the launcher both forward Ctrl-C, so signals within this interval count as one request.
 SAME_REQUEST_SEC = 1.0
-PATIENCE = timedelta(minutes=30)  # maximum time to wait for the slowest process
+STOP_TIMEOUT = timedelta(minutes=30)  # maximum time to wait for the slowest process
 PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
@@ -45,7 +45,7 @@ class StopSignal:
         self._first_urgent_sec: float | None = None
         self._group = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._group = dist.new_group(backend="gloo", timeout=STOP_TIMEOUT)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         # Do not replace the handlers of warning signals that are already handled or ignored. For example, nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
@@ -84,7 +84,7 @@ class StopSignal:
         """Wait for the previous step's all-reduce and return the result. Every process must call `finish` after the last step.
 
         Raises:
-            UserError: If another process exited or did not call `poll` within PATIENCE.
+            UserError: If another process exited or did not call `poll` within STOP_TIMEOUT.
         """
         if self._pending is None:
             return False
@@ -93,7 +93,7 @@ class StopSignal:
         try:
             work.wait()
         except RuntimeError as e:
-            words = f"another process has ended, or has not answered for {PATIENCE / timedelta(minutes=1):g} minutes"
+            words = f"another process has ended, or has not answered for {STOP_TIMEOUT / timedelta(minutes=1):g} minutes"
             raise UserError(f"{words}; run the same command to resume: {e}") from e
         return bool(flag.item())
 

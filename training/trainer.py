@@ -79,11 +79,12 @@ class Trainer:
         modules: The trained modules, which are `net` and, with alignment, the projector.
         wrapped: The same modules, wrapped by accelerate.
         parameters: The trained parameters of the modules.
-        step: Number of completed optimizer steps. Training starts at `first_step`. The last metrics line is for `measured_step`.
+        step: Number of completed optimizer steps. Training starts at `first_step`.
+        last_logged_step: Step of the last metrics line.
         slices: Row slices of the global batch, one for each micro-batch of this process.
-        loss_sums: Sums of the diffusion loss and the alignment loss since `measured_step`. `bin_sums` contains the diffusion
+        loss_sums: Sums of the diffusion loss and the alignment loss since `last_logged_step`. `bin_sums` contains the diffusion
             loss sums by noise level (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
-        seconds: Training time since `measured_step`, without hooks.
+        train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         stopped_by: Number of the first signal that this process received during training, or None.
     """
@@ -111,11 +112,11 @@ class Trainer:
         size = train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
-        self.step = self.first_step = self.measured_step = 0
+        self.step = self.first_step = self.last_logged_step = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.grad_norm: Tensor | None = None
-        self.seconds = 0.0
+        self.train_sec = 0.0
         self.stop: StopSignal | None = None
         self.stopped_by: int | None = None
 
@@ -164,15 +165,15 @@ class Trainer:
             images: Images for the alignment encoder (see `Alignment.fetch`), or None.
         """
 
-        def random(stream: str) -> StepRandom:
+        def random_for(stream: str) -> StepRandom:
             return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, rows, self.device)
 
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-        x = latents_for_network(stored, self.dataset.info, random("latents"))
+        x = latents_for_network(stored, self.dataset.info, random_for("latents"))
         net = self.wrapped[0] if images is None else self.alignment.observe(self.wrapped[0])
-        noise = random("diffusion")
-        losses = self.cfg.diffusion.loss(net, x, labels, noise, **self.net.draw_inputs(random))
-        bin_sums = sums_by_bin(losses.detach(), noise.quantiles)
+        random = random_for("diffusion")
+        losses = self.cfg.diffusion.loss(net, x, labels, random, **self.net.draw_inputs(random_for))
+        bin_sums = sums_by_bin(losses.detach(), random.quantiles)
         if images is None:
             return [losses.mean()], bin_sums
         return [losses.mean(), self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True))], bin_sums
@@ -216,7 +217,7 @@ class Trainer:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
-        self.seconds += time.perf_counter() - self._start_sec
+        self.train_sec += time.perf_counter() - self._start_sec
         for hook in due:
             hook(self)
         self._start_clock()
@@ -233,7 +234,7 @@ class Trainer:
         Every process must call this method between steps. Raise UserError if the run has diverged.
         """
         losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
-        steps_per_sec = (self.step - max(self.measured_step, self.first_step)) / max(self.seconds, 1e-9)
+        steps_per_sec = (self.step - max(self.last_logged_step, self.first_step)) / max(self.train_sec, 1e-9)
         images = self.step * batch_size
         record = {
             "step": self.step,
@@ -250,7 +251,7 @@ class Trainer:
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)
-        self.measured_step, self.seconds = self.step, 0.0
+        self.last_logged_step, self.train_sec = self.step, 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
@@ -260,7 +261,7 @@ class Trainer:
         Every process must call this method. Raise UserError if the run has diverged.
         """
         self.loss_sums, self.bin_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.bin_sums))
-        losses = (self.loss_sums / max(self.step - self.measured_step, 1)).tolist()
+        losses = (self.loss_sums / max(self.step - self.last_logged_step, 1)).tolist()
         if not all(loss < MAX_LOSS for loss in losses):
             raise UserError(
                 f"the loss became NaN, infinite or above {MAX_LOSS:g} by step {self.step}; earlier checkpoints are intact. "
@@ -271,9 +272,9 @@ class Trainer:
 
 def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
     """Sum and count losses [B] for each noise level. Return a [2, NUM_BINS] tensor. `quantiles` is [B] (see `SampleRandom`)."""
-    level = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    is_in_level = torch.arange(NUM_BINS, device=losses.device)[:, None] == level  # [NUM_BINS, B]
-    return torch.stack([torch.where(is_in_level, losses, 0).sum(dim=1), is_in_level.sum(dim=1)])
+    bins = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    is_in_bin = torch.arange(NUM_BINS, device=losses.device)[:, None] == bins  # [NUM_BINS, B]
+    return torch.stack([torch.where(is_in_bin, losses, 0).sum(dim=1), is_in_bin.sum(dim=1)])
 
 
 def means_by_bin(bin_sums: Tensor) -> list[float | None]:
