@@ -48,11 +48,11 @@ def start_accelerator(
     # accelerate must not compile networks, because runtime/compilation.py compiles the blocks.
     settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
-    processes.connect()
+    processes.connect(accelerator.num_processes)
     log_to_stderr()
     # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        log.warning("accelerate launch started one process although it was asked for several; on a CPU, add --multi_gpu")
+        log.warning("accelerate launch started only one process; to start several on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.

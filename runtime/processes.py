@@ -27,10 +27,12 @@ T = TypeVar("T")
 _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or None for a single process
 
 
-def connect() -> None:
-    """Create the gloo group of all processes. `start_accelerator` calls this function. A sweep creates the group only once."""
+def connect(num_processes: int) -> None:
+    """Create the gloo group of all processes, once per sweep. Raises UserError if accelerate uses fewer than were launched."""
     global _group
-    if _group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _group is None and dist.is_available() and dist.is_initialized() and (launched := dist.get_world_size()) > 1:
+        if launched != num_processes:  # each process would do all of the work, in the same folder
+            raise UserError(f"accelerate sees no GPU for its {launched} processes; to train on CPUs, set ACCELERATE_USE_CPU=true")
         _group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
 
 
@@ -74,10 +76,7 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
 
 
 def check_shared(file: Path, key: str) -> None:
-    """Check that `file` has the same content on all processes. A small file shows whether the processes share its folder.
-
-    Raises UserError on every process, like `check_same`.
-    """
+    """Call `check_same` for the content of `file`. A small file shows whether the processes share its folder."""
     check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
 
 

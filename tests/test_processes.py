@@ -5,6 +5,9 @@ import json
 import pytest
 from forked import Command
 
+from common.errors import UserError
+from runtime import processes
+
 SCRIPT = """
 import json, sys, time
 from datetime import timedelta
@@ -18,7 +21,7 @@ store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
 processes.WAIT_TIMEOUT = timedelta(seconds=60 if what == "wait" else 2)
-processes.connect()
+processes.connect(2)
 
 def slow(is_here):
     if is_here:
@@ -54,6 +57,13 @@ else:
 with open(f"{folder}/{rank}.json", "w") as f:
     json.dump(found, f)
 """
+
+
+def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(processes.dist, name, lambda value=value: value)
+    with pytest.raises(UserError, match="its 2 processes; .* set ACCELERATE_USE_CPU=true"):
+        processes.connect(1)
 
 
 @pytest.fixture
