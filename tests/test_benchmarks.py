@@ -130,6 +130,7 @@ def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
     # Standard errors (0.08/9 (1 + 1/4))^0.5, 0.1 (2/3)^0.5 (twice) and 0.1 / 3^0.5, with 9, 4, 4 and 2 degrees of freedom.
     # p: 0.0192, 1, 0.0036, 0.225; by Holm's method the lowest times 4, the second times 3, and so on.
     assert "with 256 tokens / with 64 | 0.74 (0.58 to 0.94) | 9 | 0.058 |" in text
+    assert "seeds that all four arms share | 0.74 (0.57 to 0.97) | 8 |" in text
     assert "at the scales 1.5 / 2 | 1.00 (0.80 to 1.25; 80%: 1.35) | 4 | 1 |" in text
     assert "best scale, routed - dense | -0.50 (-0.73 to -0.27) | 4 | 0.014 |" in text
     assert "dense end / routed to the end | 0.90 (0.71 to 1.16; 80%: 1.36) | 2 | 0.45 |" in text
@@ -172,7 +173,7 @@ def test_the_pages_show_what_the_command_prints(capsys):
         (REPOSITORY / f"extras/benchmarks/results/fashion_{name}.md").read_text(encoding="utf-8")
         for name in ("equal_time", "tokens")
     ]
-    assert len(tables) == 8 and all(any(table in page for page in pages) for table in tables)
+    assert len(tables) == 11 and all(any(table in page for page in pages) for table in tables)
 
 
 def test_a_wrong_argument_is_refused():

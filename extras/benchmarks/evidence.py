@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 import numpy as np
 from scipy.stats import t
@@ -32,8 +32,11 @@ NAMES = {
 }  # fmt: skip
 GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "path_drop": ", path-drop 1.5"}
 DENSE = ("A", "B")
+ARMS = ("routed-64", "dense-64")
 LOSS, SEARCH_SEED = "validation_loss", 100
 CHOOSING, COMPARING = 0, 2000  # first sampling seed for choosing a guidance scale, and for all other figures
+
+Comparison = tuple[str, Callable[[float], str], "Contrast"]
 
 
 def evidence(equal_time: str = str(EQUAL_TIME), tokens: str = str(TOKENS), pictures: str | None = None) -> None:
@@ -81,18 +84,33 @@ def show_equal_time(lines: list[dict]) -> None:
 
 
 def show_tokens(lines: list[dict]) -> None:
-    """Print tables of the losses, the arms, the guidance scales, and the primary outcomes with corrected p-values."""
+    """Print tables of the losses, the arms, the guidance scales, the outcomes, and ratios of routed to dense arms."""
     show_losses([line for line in lines if LOSS in line["metrics"]])
     for first_seed in (COMPARING, CHOOSING):
         show_arms([line for line in lines if line.get("first_seed") == first_seed])
-    outcomes = primary_outcomes(lines)
-    corrected = holm([outcome.p_value for *_, outcome in outcomes])
-    rows = [
-        [name, outcome.text(lambda x, shown=shown: f"{shown(x):.2f}"), str(outcome.df), f"{p:.2g}"]
-        for (name, shown, outcome), p in zip(outcomes, corrected)
-    ]
-    if rows:
-        show(["primary outcome", "95% interval", "degrees of freedom", "p (Holm)"], rows)
+    primary, other = compare(lines)
+    columns = ["95% interval", "degrees of freedom"]
+    corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
+    rows = [[[name, contrast.text(shown), str(contrast.df)] for name, shown, contrast in part] for part in (primary, other)]
+    show(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
+    show(["other comparison", *columns], rows[1])
+    show_ratios(lines)
+
+
+def show_ratios(lines: list[dict]) -> None:
+    """Print routed / dense ratios: of validation losses after 3,000 steps by noise level, and of median step times by seed."""
+    at_end = [line for line in lines if LOSS in line["metrics"] and line["step"] == 3000]
+    by_level = [[line["validation_loss_by_level"] for line in at_end if line["arm"] == arm] for arm in ARMS]
+    ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
+    show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if "steps_per_sec" in line}
+    times = {
+        (arm, seed): f"{speeds[arm.replace('routed', 'dense'), seed] / speed:.2f} (seed {seed})"
+        for (arm, seed), speed in sorted(speeds.items())
+        if arm in ("routed-64", "routed-256") and seed != SEARCH_SEED
+    }
+    arms = sorted({arm for arm, _ in times})
+    show(["", "time of a step"], [[arm, ", ".join(text for (other, _), text in times.items() if other == arm)] for arm in arms])
 
 
 def show_losses(lines: list[dict]) -> None:
@@ -115,36 +133,56 @@ def show_arms(lines: list[dict]) -> None:
     show(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
 
 
-def primary_outcomes(lines: list[dict]) -> list[tuple[str, Callable[[float], float], Contrast]]:
-    """Return the primary outcomes. Each has a name, a function that converts estimates to printed numbers, and a contrast.
+def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
+    """Return the primary outcomes and other comparisons. Each has a name, a function that formats an estimate, and a contrast.
 
-    Outcome 1 uses all training seeds of each arm, because the rule plans fewer seeds with 256 tokens. The other outcomes use the
-    seeds that all of their arms share. Outcomes with fewer than two seeds are omitted.
+    Outcome 1 uses all training seeds of each arm, because the rule plans fewer seeds with 256 tokens. The others use the seeds
+    that all of their arms share. Comparisons with fewer than two seeds are omitted.
     """
 
-    def log_distances(*conditions: dict) -> list[list[float]]:
-        """For each condition, return the log distances of the training seeds that all conditions share."""
-        found = [find_values(lines, DISTANCE, **condition) for condition in conditions]
+    def find(*conditions: dict, metric: str = DISTANCE, transform: Callable[[float], float] = log) -> list[list[float]]:
+        """For each condition, return the transformed metric of the training seeds that all conditions share."""
+        found = [find_values(lines, metric, **condition) for condition in conditions]
         seeds = sorted(set.intersection(*map(set, found)))
-        return [[log(values[seed]) for seed in seeds] for values in found]
+        return [[transform(values[seed]) for seed in seeds] for values in found]
 
-    unguided, arms = {"first_seed": COMPARING, "cfg_scale": 1.0}, ("routed-64", "dense-64")
-    tokens = [log_distances({"arm": arm, "step": 2000, **unguided})[0] for arm in ("routed-256", "dense-256", *arms)]
-    end = log_distances(*({"arm": arm, "step": 3000, **unguided} for arm in ("routed-64-end", "routed-64")))
+    def at(step: int, *arms: str) -> list[dict]:
+        return [{"arm": arm, "step": step, "first_seed": COMPARING, "cfg_scale": 1.0} for arm in arms]
+
+    four, ends = at(2000, "routed-256", "dense-256", *ARMS), at(3000, "routed-64-end", "routed-64")
     scales = sorted({line["cfg_scale"] for line in lines if line.get("first_seed") == CHOOSING})
-    columns = log_distances(*({"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in arms for scale in scales))
+    columns = find(*({"arm": arm, "first_seed": CHOOSING, "cfg_scale": scale} for arm in ARMS for scale in scales))
     curves = columns[: len(scales)], columns[len(scales) :]  # for each arm, one list per scale
     chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
     best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
-    compared = [{"first_seed": COMPARING, "step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(arms, chosen)]
-    ratio = "ratio of distances, routed / dense"
-    questions = (
-        (f"1. {ratio}, with 256 tokens / with 64", exp, [*zip((1, -1, -1, 1), tokens)]),
-        (f"2a. {ratio}, at the scales {chosen[0]:g} / {chosen[1]:g}", exp, [*zip((1, -1), log_distances(*compared))]),
-        ("2b. best scale, routed - dense", float, [*zip((1, -1), best)]),
-        ("3. ratio of distances, dense end / routed to the end", exp, [(1, [a - b for a, b in zip(*end)])]),
+    compared = [{"step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(ARMS, chosen)]
+    guided, choosing = (find(*({**about, "first_seed": first} for about in compared)) for first in (COMPARING, CHOOSING))
+    recall = find(*ends, metric="recall_fashion", transform=float)
+    validation = find(*({"arm": arm, "step": 3000} for arm in ARMS), metric=LOSS)
+    ratio, words = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
+    tokens, signs = [find(condition)[0] for condition in four], (1, -1, -1, 1)
+    primary = (
+        (f"1. {words}, with 256 tokens / with 64", ratio, [*zip(signs, tokens)]),
+        (f"2a. {words}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, [*zip(signs, guided)]),
+        ("2b. best scale, routed - dense", "{:.2f}".format, [*zip(signs, best)]),
+        ("3. ratio of distances, dense end / routed to the end", ratio, [paired(*find(*ends))]),
     )
-    return [(name, shown, Contrast.of(groups)) for name, shown, groups in questions if len(groups[0][1]) > 1]
+    other = (
+        ("1, with the seeds that all four arms share", ratio, [*zip(signs, find(*four))]),
+        ("2a, with the samples that chose the scales", ratio, [*zip(signs, choosing)]),
+        ("2a, unguided", ratio, [*zip(signs, find(*at(3000, *ARMS)))]),
+        ("3, with the deviation pooled over both arms", ratio, [*zip(signs, find(*ends))]),
+        ("recall, dense end - routed to the end", "{:.3f}".format, [paired(*recall)]),
+        ("ratio of validation losses after 3,000 steps, routed / dense, 64 tokens", ratio, [*zip(signs, validation)]),
+    )
+    return tuple(
+        [(name, shown, Contrast.of(groups)) for name, shown, groups in part if len(groups[0][1]) > 1] for part in (primary, other)
+    )
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the differences of two arms by training seed as one group with a weight of 1."""
+    return 1, [a - b for a, b in zip(ours, theirs)]
 
 
 def draw_scales(lines: list[dict], folder: Path) -> None:
