@@ -53,7 +53,7 @@ def main(cfg: FidConfig) -> None:
     filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None)]
     for other in filled:
         if changed := differences(filled[0], other):
-            raise UserError(f"the runs have different evaluation settings ({'; '.join(changed)}); set them in the command")
+            raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
     cfg = filled[0]
     images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
     if images is not None:

@@ -59,9 +59,9 @@ class RunFolder:
                 file.unlink()
 
     def rename_results(self) -> None:
-        """Rename the configuration, metrics and grids of a run with other settings, so that a new run does not delete them."""
+        """Rename the files and grids of a run with other settings, so that a new run does not delete them."""
         suffix = f"earlier_{secrets.token_hex(4)}"
-        for path in (self.config, self.metrics, self.samples):
+        for path in filter(Path.exists, (self.config, self.metrics, self.samples, self.path / "wandb_id")):
             path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
         log.warning("%s holds results of a run with other settings; they are now in *_%s", self.path, suffix)
 
