@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,6 @@ from checkpoints import store
 from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
-from common.files import read_lines
 from configs import schema
 from runtime.processes import check_shared, on_main
 
@@ -24,8 +24,10 @@ def open_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
     """
 
     def keep_other_results() -> None:
-        has_results = run.config.exists() and any(read_lines(run.metrics))
-        if has_results and schema.differences(store.read_config(run.path), cfg, schema.SAME_RUN):
+        with contextlib.suppress(UserError):  # the file is not a configuration
+            if run.config.exists() and not schema.differences(store.read_config(run.path), cfg):
+                return
+        if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results()
 
     on_main(run.open)

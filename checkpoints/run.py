@@ -61,8 +61,9 @@ class RunFolder:
     def rename_results(self) -> None:
         """Rename the files and grids of a run with other settings, so that a new run does not delete them."""
         suffix = f"earlier_{secrets.token_hex(4)}"
-        for path in filter(Path.exists, (self.config, self.metrics, self.samples, self.path / "wandb_id")):
-            path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
+        for name in ("config.yaml", "metrics.jsonl", "samples", "evaluations", "wandb_id"):
+            if (path := self.path / name).exists():
+                path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
         log.warning("%s holds results of a run with other settings; they are now in *_%s", self.path, suffix)
 
     def close(self) -> None:

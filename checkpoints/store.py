@@ -210,10 +210,7 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 
 
 def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest intact checkpoint in `root` or None, and a mapping from newer, damaged checkpoints to error messages.
-
-    Raise UserError if the disk cannot be read.
-    """
+    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors."""
     problems: dict[Path, str] = {}
     for path in reversed(list_steps(root).values()):
         try:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import UserError
 from common.files import append_line, read_lines, write_atomically
 from evaluations.metrics import standard_error
 from evaluations.suite import display_name, format_metric
@@ -40,6 +41,9 @@ class Results:
     def __init__(self, folder: Path, conditions: dict, shown_conditions: dict | None = None):
         self.folder, self.file = folder, folder / "results.jsonl"
         self.conditions, self.shown_conditions = conditions, shown_conditions or {}
+        foreign = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
+        if foreign and not self.file.exists():
+            raise UserError(f"{folder / foreign[0]} was not written by fid.py; choose another output=")
         self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
 
     def find(self, point: Point) -> dict | None:

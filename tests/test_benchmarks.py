@@ -99,8 +99,7 @@ def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(c
     text = capsys.readouterr().out
     assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # the first three seeds choose the rate; A at 3 has only one
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
-    # Welch: variances 1/3 and 5/12 of the means, error 0.75^0.5 = 0.866, 4.96 degrees of freedom; t = 2.577.
-    assert "| C - A | -4.50 (-6.73 to -2.27) |" in text
+    assert "| C - A | -4.50 (-6.73 to -2.27) |" in text  # Welch: error (1/3 + 5/12)^0.5, 4.96 degrees of freedom; t = 2.577
     # Pooled: squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571; 80%: 0.920.
     assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
     near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]

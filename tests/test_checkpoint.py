@@ -227,10 +227,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     store.verify(tmp_path / "step_0000010")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Metrics.
-
-
 def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
     run = RunFolder(tmp_path, "run")
     run.open()

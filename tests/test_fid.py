@@ -140,6 +140,9 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
     assert results.find(first) and results.find(second)
     assert Results(tmp_path, conditions | {"num_samples": 71}).find(first) is None
     assert results.find(replace(first, content="other images")) is None
+    (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
+    with pytest.raises(UserError, match="results.md was not written by fid.py"):
+        Results(tmp_path, conditions)
 
 
 def test_by_default_results_go_to_the_run_or_next_to_the_images_and_never_between_source_files(tmp_path, monkeypatch):
@@ -209,7 +212,6 @@ def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path
         (["images=/nonexistent.npz", REFERENCE], "/nonexistent.npz"),
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale= applies to sampling"),
-        (["images=a.npz", "ema_length=0.1"], "ema_length= applies to sampling"),
         (["images=a.npz", "num_steps=3"], "num_steps= applies to sampling"),
         (["images=a.npz", "guidance=cfg"], "guidance= applies to sampling"),
         (["images=a.npz", "weights=[ema,best]"], r"weights\[1\]='best'"),

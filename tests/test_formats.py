@@ -149,6 +149,7 @@ def listing(text):
         (listing('{"labels": [["a.npy", 0.5]]}'), "dataset.json is not .*whole number"),
         (listing('{"labels": [["a.npy", 0]]}'), "No such file.*a.npy"),
         (listing('{"labels": []}'), "dataset.json lists nothing"),
+        (listing('{"labels": [["00000000.npy", 0], ["00000000.npy", 1]]}'), "or an image twice"),
         (put(1, np.ones((8, 5, 5), "f4")), r"item 1 .*00000001.npy.*\[8, 5, 5\].*need .*\[8, 4, 4\]"),
         (put(1, np.full((8, 4, 4), -1, "f4")), "item 1 .*00000001.npy.*negative standard deviations"),
     ],

@@ -193,23 +193,18 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
         resume.check_resume(tmp_path, checked([*TINY, change]))
     harmless = ["train.lr=1", "train.num_steps=9", "diffusion.sampler.num_steps=3", "train.compile=none", "name=x"]
     resume.check_resume(tmp_path, checked([*TINY, *harmless]))
-    assert "train.lr" in caplog.text and "num_steps" not in caplog.text
     resume.check_resume(tmp_path, checked([*TINY, *harmless, "train.schedule=cosine"]))
-    assert "changed setting: train.num_steps: 6 -> 9" in caplog.text
+    assert caplog.text.count("changed setting: train.num_steps: 6 -> 9") == 1
 
 
-def test_a_start_without_the_earlier_checkpoints_keeps_the_results_of_other_settings(train):
-    short = ["train.num_steps=1", "train.log_every=1"]
-    run = train("run", *short)
+def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("mine")
+    run = train("run", "train.num_steps=1", "train.log_every=1")
+    first = (run / "metrics.jsonl").read_text()
     (run / "checkpoints").rename(run / "archive")
-    train("run", *short)  # the same run again repeats its metrics
-    first = losses(run)
-    assert [*first] == [1] and not [*run.glob("*_earlier_*")]
-    (run / "checkpoints").rename(run / "archive2")
-    train("run", *short, "seed=3", "resume=never")
-    assert sorted(path.name.partition("_")[0] for path in run.glob("*_earlier_*")) == ["config", "metrics", "samples"]
-    (kept,) = run.glob("metrics_earlier_*.jsonl")
-    assert json.loads(kept.read_text())["loss"] == first[1] != losses(run)[1]
+    train("run", "train.num_steps=1", "train.log_every=1", "seed=3")
+    assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == {"mine", first}
 
 
 def test_a_resume_on_other_data_is_refused(train, tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import losses, make_shard, metrics, run_train
+from conftest import checked, losses, make_shard, metrics, run_train
 from PIL import Image
 from scipy.stats import norm
 
@@ -16,6 +16,7 @@ from common.randomness import derive_seed
 from edm import EDM
 from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset
+from training import build
 
 CPU = torch.device("cpu")
 KEYS = ["sample.every=0", "eval.every=3", "evaluation.reference=null", "train.lr=1e-2", "checkpoint.every=3"]
@@ -95,14 +96,21 @@ def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_level
     assert [line["loss_by_level"] for line in metrics(cut)] == lines
 
 
-def test_latents_that_do_not_fit_are_refused(tmp_path):
+def test_latents_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     make_shard(tmp_path / "other" / "a.safetensors", channels=2, size=8, num_classes=10)
-    for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "eval.validation: .* does not exist")):
+    for value, keys, words in (
+        ("other", KEYS, "channels is 2, but 1"),
+        ("missing", KEYS, "not exist"),
+        ("other", [], "eval.every=0"),
+    ):
         with pytest.raises(UserError, match=words):
-            run_train(tmp_path, "run", *KEYS, f"eval.validation={tmp_path / value}")
-    with pytest.raises(UserError, match="eval.validation=.* and eval.every=0"):
-        run_train(tmp_path, "run", f"eval.validation={tmp_path / 'other'}")
+            run_train(tmp_path, "run", *keys, f"eval.validation={tmp_path / value}")
     assert not (tmp_path / "run").exists()
+    first, second = (LatentDataset(tmp_path / "other") for _ in range(2))
+    first.class_names, second.class_names = ["cat", "dog"], ["dog", "fox"]
+    monkeypatch.setattr(build, "LatentDataset", lambda path: second)
+    with pytest.raises(UserError, match="class_names is .'dog', 'fox'., but .'cat', 'dog'."):
+        build.open_validation(checked([*KEYS, f"eval.validation={tmp_path / 'other'}"]), first)
 
 
 def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path):

@@ -109,9 +109,9 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     except UserError as e:
         raise UserError(f"eval.validation: {e}") from e
     check_same(validation.fingerprint, "eval.validation", validation.path)
-    for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes"):
+    for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
-        if here != there:
+        if here != there and (key != "class_names" or None not in (here, there)):
             raise UserError(f"eval.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
     validation.info = dataset.info
     return validation

@@ -54,14 +54,14 @@ class _DatasetJson(BaseModel):
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     """Read (names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
 
-    Raise UserError if the file has a different structure or no entries.
+    Raise UserError if the file has a different structure or no entries, or if it lists an image twice.
     """
     try:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
     except ValidationError as e:
         raise UserError(f'{folder}/dataset.json is not {{"labels": [[name, whole number], ...]}}: {e.errors()[0]["msg"]}') from e
-    if not entries:
-        raise UserError(f"{folder}/dataset.json lists nothing")
+    if not entries or len(dict(entries)) < len(entries):
+        raise UserError(f"{folder}/dataset.json lists nothing, or an image twice")
     return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
