@@ -137,6 +137,7 @@ def test_every_key_with_a_role_exists():
         ("model.backbone=dit-xl2", "dit-xl2.*DiT-XL/2"),
         ("model.routes=[{selection_ratio:0.5,end_layer_idx:3,start:1}]", r"model.routes\[0\].start_layer_idx= is missing"),
         ("data.autoencoder='sd-vae:'", "data.autoencoder='sd-vae:'"),
+        ("evaluation.detector=small-Fashion", "detector='small-Fashion': .*inception.dinov2.digits.small-"),
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]='vgg': .*inception.dinov2.digits.small-"),
         ("name=a/b", "name='a/b': String should match pattern"),
         ("name=..", "name='..': String should match pattern"),

@@ -101,8 +101,9 @@ def test_images_of_another_size_and_other_weights_are_refused(tmp_path):
     for name in ("text", "tensors", "none"):
         with pytest.raises(UserError, match=rf"evaluation.detector_weights=.*{name} cannot be read"):
             ClassifierDetector("digits", tmp_path / name)
-    with pytest.raises(UserError, match="it belongs to digits, not to evaluation.detector=small-digits"):
-        ClassifierDetector("small-digits", DIGITS_WEIGHTS)
+    for name in ("small-fashion", "small-digits"):
+        with pytest.raises(UserError, match=f"it belongs to digits, not to evaluation.detector={name}"):
+            ClassifierDetector(name, DIGITS_WEIGHTS)
 
 
 class Named:

@@ -328,7 +328,7 @@ def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wand
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# SampleGrids and evaluations in training.
+# Grids and evaluations in training.
 
 
 def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock(train, monkeypatch):

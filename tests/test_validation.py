@@ -98,13 +98,11 @@ def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_level
 
 def test_latents_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     make_shard(tmp_path / "other" / "a.safetensors", channels=2, size=8, num_classes=10)
-    for value, keys, words in (
-        ("other", KEYS, "channels is 2, but 1"),
-        ("missing", KEYS, "not exist"),
-        ("other", [], "eval.every=0"),
-    ):
+    for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "eval.validation: .* does not exist")):
         with pytest.raises(UserError, match=words):
-            run_train(tmp_path, "run", *keys, f"eval.validation={tmp_path / value}")
+            run_train(tmp_path, "run", *KEYS, f"eval.validation={tmp_path / value}")
+    with pytest.raises(UserError, match="eval.validation=.* and eval.every=0"):
+        run_train(tmp_path, "run", f"eval.validation={tmp_path / 'other'}")
     assert not (tmp_path / "run").exists()
     first, second = (LatentDataset(tmp_path / "other") for _ in range(2))
     first.class_names, second.class_names = ["cat", "dog"], ["dog", "fox"]

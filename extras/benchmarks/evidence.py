@@ -104,13 +104,12 @@ def show_ratios(lines: list[dict]) -> None:
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
     show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
     speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if "steps_per_sec" in line}
-    times = {
-        (arm, seed): f"{speeds[arm.replace('routed', 'dense'), seed] / speed:.2f} (seed {seed})"
-        for (arm, seed), speed in sorted(speeds.items())
-        if arm in ("routed-64", "routed-256") and seed != SEARCH_SEED
-    }
-    arms = sorted({arm for arm, _ in times})
-    show(["", "time of a step"], [[arm, ", ".join(text for (other, _), text in times.items() if other == arm)] for arm in arms])
+    rows = []
+    for tokens in ("256", "64"):
+        seeds = sorted(seed for arm, seed in speeds if arm == f"routed-{tokens}" and seed != SEARCH_SEED)
+        times = [f"{speeds[f'dense-{tokens}', seed] / speeds[f'routed-{tokens}', seed]:.2f} (seed {seed})" for seed in seeds]
+        rows.append([f"routed-{tokens}", ", ".join(times)])
+    show(["", "time of a step"], rows)
 
 
 def show_losses(lines: list[dict]) -> None:
