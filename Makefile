@@ -18,7 +18,7 @@ test: env
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
 
-# Run tests/gpu and the benchmarks (under 10 minutes on one H100), and append the results to a file in extras/benchmarks/results/.
+# Run the benchmarks and tests/gpu (about 10 minutes on one H200), and append the results to a file in extras/benchmarks/results/.
 # PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS=test_steps` runs a single part.
 ifeq ($(origin PYTHON),file)
 gpu: env

@@ -218,7 +218,7 @@ def run_script(tmp_path):
 def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(run_script, tmp_path):
     code, output = run_script()
     assert code == 1 and "step_parallel: done" in output
-    assert "failed: test_numerics test_steps test_evaluation test_runs step_xl2; " in output
+    assert "failed: step_xl2 test_evaluation test_numerics test_runs test_steps; " in output
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
@@ -243,7 +243,7 @@ def test_every_benchmark_command_of_the_script_is_valid(run_script, tmp_path, mo
 
 
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
-    parts = "test_numerics test_steps test_evaluation test_runs step_xl2 profile step_b2 step_parallel"
+    parts = "step_xl2 profile step_b2 step_parallel test_evaluation test_numerics test_runs test_steps"
     assert run_script(parts="test") == (1, f"PARTS=test is not a part; use {parts}\n")
     assert "gpu: install what is missing" in run_script(python="false")[1]
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')  # all packages, but no GPU

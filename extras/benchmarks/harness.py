@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from checkpoints.provenance import describe_start
 from evaluations.results import markdown_table
 
-NOTES = """`ms`: the median of all timed calls. `images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which
-becomes the MFU if you divide it by the peak of the GPU. `time / first`: the median of the variant divided by the median of the
-first variant in the same round. The table shows the median over rounds.
+NOTES = """`ms`: the median of all timed calls. `kernel ms` (CUDA): the time in which the GPU computes during one call. If `ms` is
+much longer, the GPU waits for the CPU, which starts the kernels. `images/s`: the rate of one process. `TFLOP/s`: its rate of
+matrix products, which becomes the MFU if you divide it by the peak of the GPU. `time / first`: the median of the variant divided
+by the median of the first variant in the same round. The table shows the median over rounds.
 """
 
 
@@ -71,7 +72,10 @@ def measure(
 
 
 def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
-    """Build a variant's row and warm it up. Add columns for the time of the first call and, on CUDA, the peak memory."""
+    """Build a variant's row and warm it up.
+
+    Add columns for the time of the first call and, on CUDA, the time in which the GPU computes and the peak memory.
+    """
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if is_cuda else 0
     if is_cuda:
@@ -81,7 +85,17 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
     time_ms(row.action, 0, device, warmup)
     if is_cuda:
         row.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        row.columns["kernel ms"] = measure_kernels_ms(row.action)
     return row
+
+
+def measure_kernels_ms(action: Callable[[], object]) -> float:
+    """Return the milliseconds in which the GPU computes during one call, without gaps between kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        action()
+        torch.cuda.synchronize()
+    # Annotations such as "Optimizer.step" span kernels that are events themselves.
+    return sum(event.self_device_time_total for event in found.key_averages() if not event.is_user_annotation) / 1000
 
 
 def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:

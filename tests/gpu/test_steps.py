@@ -141,6 +141,6 @@ def test_a_routed_step_takes_under_three_quarters_of_a_dense_one_and_the_estimat
     dense, routed = step(["model=dit", "model=tread"], overrides, **turns)
     assert 0.5 < routed["GFLOP/image"] / dense["GFLOP/image"] < 0.75
     if is_cuda:
-        assert routed["time / first"] < 0.75
+        assert routed["kernel ms"] / dense["kernel ms"] < 0.75  # "ms" would also judge how fast the CPU starts the kernels
         # DiT-XL/2, 64 images, compiled: weights, AdamW and EMA 10 GiB, activations 12.5, temporary memory of the backward 1.2.
         assert routed["peak GiB"] < 1.25 * 23.7 and routed["peak GiB"] < dense["peak GiB"]
