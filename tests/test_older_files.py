@@ -1,0 +1,182 @@
+"""Runs, shards, images and results that commit f7b5337 wrote are read, resumed, sampled and reported (see data/f7b5337)."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import forget_accelerate, metrics, renew_manifest, run_fid, run_sample, weights
+from PIL import Image
+
+import dit
+import prepare_latents
+import train
+from checkpoints import store
+from checkpoints.load import load_config
+from configs.command_line import parse_config
+from configs.compose import compose_overrides
+from configs.schema import TrainConfig
+from extras.report.__main__ import main as report
+from extras.report.runs import LOSS, read_runs
+from latents.shards import LatentDataset
+
+FIXTURE = Path(__file__).parent / "data" / "f7b5337"
+RUN = Path("trained/tread")
+COMMAND = shlex.split(json.loads((FIXTURE / RUN / "starts.jsonl").read_text())["command"])[2:]
+# A key bias shifts all logits of a query alike, so its gradient is a rounding error, which Adam scales to a whole step.
+KEY_BIAS = re.compile(r"blocks\.\d+\.attn\.qkv\.bias")
+
+
+@pytest.fixture(autouse=True)
+def copy(tmp_path, monkeypatch):
+    """Fixture: the working folder is a copy of the files, and DiT-XS/2 is the network that they were made with."""
+    shutil.copytree(FIXTURE, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setitem(dit.BACKBONES, "DiT-XS/2", (2, 4, 1, 2))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def run_train(*overrides):
+    forget_accelerate()
+    train.main(parse_config(compose_overrides([*COMMAND, *overrides]), TrainConfig, [*COMMAND, *overrides]))
+
+
+def contents(folder="."):
+    """Return the bytes of all files, without locks and the files that a repeated command writes anew."""
+    files = [file for file in Path(folder).rglob("*") if file.is_file() and file.name != ".lock"]
+    rewritten = ("grid_", "samples_", "results.csv", "results.md", "results.png")
+    return {str(file): file.read_bytes() for file in files if not file.name.startswith(rewritten)}
+
+
+def test_shards_hold_the_pictures_and_encoding_them_again_writes_nothing():
+    before = contents()
+    dataset = LatentDataset("latents")
+    pictures = [np.asarray(Image.open(file)) for file in sorted(Path("pictures").rglob("*.png"))]
+    latents, labels = dataset.fetch(np.arange(24), np.zeros(24, dtype=bool))
+    expected = (torch.from_numpy(np.stack(pictures)) / 127.5 - 1)[:, None]
+    assert torch.equal(labels, torch.from_numpy(dataset.labels)) and dataset.labels.tolist() == sorted(dataset.labels)
+    assert (latents - expected).abs().max() < 1e-3  # float16 in [-1, 1]
+    forget_accelerate()
+    arguments = "images=pictures output=latents autoencoder=identity kind=sample grey=true resolution=8 shard_size=16"
+    prepare_latents.main(["encode", *arguments.split(), "sigma_data=0.5"])
+    assert contents() == before
+
+
+def test_a_checkpoint_is_resumed_as_if_the_run_had_not_stopped():
+    for file in ("checkpoints/step_0000006", "ema_snapshots"):
+        shutil.rmtree(RUN / file)
+    run_train()
+    steps = "checkpoints/step_0000006"
+    for file in ("model", "ema", "tracked_ema"):
+        assert_close(weights(RUN, 6, file), weights(FIXTURE / RUN, 6, file))
+    ours, stored = (torch.load(folder / RUN / steps / "optimizer.pt", weights_only=True)["state"] for folder in (Path(), FIXTURE))
+    assert ours.keys() == stored.keys() and {int(state["step"]) for state in ours.values()} == {6}
+    for index, state in stored.items():
+        scale = state["exp_avg"].abs().max().clamp(min=1e-4)  # below this, gradients are sums that cancel
+        assert (ours[index]["exp_avg"] - state["exp_avg"]).abs().max() <= 1e-3 * scale
+    line, expected = (next(line for line in metrics(run) if line["step"] == 6 and "loss" in line) for run in (RUN, FIXTURE / RUN))
+    assert line.keys() >= expected.keys()
+    assert [line[key] for key in ("images_seen", "epoch", "lr")] == [24, 1.0, 0.01]
+    # The losses are means over the batches before and after the stop, and fall by 10% in 3 steps.
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert [level is None for level in line["loss_by_level"]] == [level is None for level in expected["loss_by_level"]]
+    state = json.loads((RUN / steps / "state.json").read_text())
+    assert state.items() >= {"step": 6, "ema_num_updates": 6, "data": LatentDataset("latents").fingerprint}.items()
+
+
+def assert_close(ours, stored):
+    """Check names and values. In two steps of Adam with lr=1e-2, weights move by up to 2e-2.
+
+    Sums of up to 1,000 float32 products have relative errors below 1e-5 on any CPU. The same kind of CPU gives the same bits.
+    """
+    assert ours.keys() == stored.keys()
+    for name, value in stored.items():
+        difference = (ours[name] - value).abs()
+        if KEY_BIAS.search(name):
+            difference[..., 4:8] = 0
+        assert difference.max() <= 1e-6, name
+
+
+def test_a_complete_run_stays_as_it_is(caplog):
+    before = contents()
+    caplog.set_level("INFO")
+    run_train()
+    assert contents() == before and "this run is complete at step 6" in caplog.text
+
+
+def test_results_of_a_run_without_checkpoints_are_replaced_only_if_its_settings_are_the_same(caplog):
+    shutil.rmtree(RUN / "checkpoints")
+    run_train()
+    assert not [*RUN.glob("*earlier*")] and len(metrics(RUN)) == 6
+    shutil.rmtree(RUN / "checkpoints")
+    run_train("train.num_steps=4")
+    assert [*RUN.glob("metrics_earlier_*")] and "holds results of a run with other settings" in caplog.text
+
+
+def test_another_run_starts_from_its_weights():
+    run_train("name=other", f"init_from={RUN}", "model.routes=[]", "model=dit", "train.num_steps=1", "eval.every=0")
+    assert store.list_steps(Path("trained/other/checkpoints")).keys() == {1}
+
+
+SAMPLED = {
+    "generated/guided": ["seeds=0-4", "guidance=cfg", "cfg_scale=2", "output=generated/guided"],
+    "generated/churn": ["seeds=0-2", "S_churn=2", "classes=[3,7]", "output=generated/churn"],
+    "generated/ema_length": ["seeds=0-2", "ema_length=0.15", "output=generated/ema_length"],
+    "trained/tread/generated/step_0000006_ema_none_4steps_*": ["seeds=0-2"],
+}
+
+
+@pytest.mark.parametrize("folder", SAMPLED)
+def test_missing_images_are_added_to_a_folder_and_equal_the_older_ones(folder):
+    (folder,) = Path().glob(folder)
+    before, folders = contents(folder), {*folder.parent.iterdir()}
+    command = next(given for name, given in SAMPLED.items() if folder.match(name))
+    first = min(folder.glob("seed_000000_*.png"))
+    pixels = np.asarray(Image.open(first)).astype(int)
+    first.unlink()
+    run_sample(f"checkpoint={RUN}", "num_steps=4", "cpu_threads=1", *command)
+    after = contents(folder)
+    assert len(after) == len(before) + 1 and {*folder.parent.iterdir()} == folders
+    assert all(after[name] == blob for name, blob in before.items() if name != str(first))
+    assert np.abs(np.asarray(Image.open(first)) - pixels).max() <= 1  # other CPUs round differently
+
+
+def test_finished_results_are_not_computed_again(caplog):
+    before = contents()
+    caplog.set_level("INFO")
+    run_fid(f"checkpoint={RUN}", "num_samples=20", "num_steps=4", "guidance=cfg", "cfg_scale=[1.0,2.0]", "cpu_threads=1")
+    assert "0 of 2 evaluations to do" in caplog.text
+    images = ["images=generated/guided/samples_0-3.npz", "reference=reference.npz", "evaluation.detector=digits"]
+    run_fid(*images, "output=evaluated", "cpu_threads=1")
+    assert "0 of 1 evaluations to do" in caplog.text and contents() == before
+
+
+def test_the_report_shows_the_figures_of_training_and_of_fid(capsys):
+    report(["trained"])
+    text = capsys.readouterr().out
+    results = [json.loads(line)["metrics"] for line in (RUN / "evaluations" / "results.jsonl").read_text().splitlines()]
+    figures = [line["metrics"] for line in metrics(RUN) if line["step"] == 6 and "metrics" in line] + results
+    assert "Left out" not in text and all(f"{figure['fd_digits']:.2f}" in text for figure in figures)
+    ((run,), problems) = read_runs([Path("trained")])
+    assert problems == {} and run.figures[LOSS].keys() == {3, 6} and run.speeds.keys() == {3, 6}
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in (FIXTURE / "configurations").iterdir()))
+def test_configurations_of_all_choices_are_read(name, tmp_path):
+    folder = tmp_path / "step_0000000"
+    folder.mkdir()
+    shutil.copy(Path("configurations") / name, folder / "config.yaml")
+    renew_manifest(folder)
+    cfg, stored = load_config(folder), store.read_config(folder)
+    read = json.loads(json.dumps(cfg.model_dump()))
+
+    def holds(found, expected):
+        if isinstance(expected, dict):
+            return all(key in found and holds(found[key], value) for key, value in expected.items())
+        return found == expected
+
+    assert holds(read, json.loads(json.dumps(stored)))
