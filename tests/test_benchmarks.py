@@ -1,15 +1,21 @@
 """The benchmarks: FLOPs against a counter, turns and ratios, and the results file of `make gpu`."""
 
+import contextlib
+import hashlib
+import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import forget_accelerate
+from scipy.stats import ttest_ind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +24,7 @@ from common.files import REPOSITORY
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import harness, rows
-from extras.benchmarks.evidence import NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens
+from extras.benchmarks.evidence import FOLDER, NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens, show_unplanned
 from extras.benchmarks.harness import TimedRow, measure
 from routing_module import Route
 from sampling import flops
@@ -100,11 +106,24 @@ def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(c
     assert "| 2 | 21.00 ± 1.00 | 6.00 ± 1.00 |" in text  # the first three seeds choose the rate; A at 3 has only one
     assert "| A | 1 | 3 | 11.00 ± 1.00 |" in text and "| C | 2 | 4 | 6.50 ± 1.29 |" in text
     assert "| C - A | -4.50 (-6.73 to -2.27) |" in text  # Welch: error (1/3 + 5/12)^0.5, 4.96 degrees of freedom; t = 2.577
-    # Pooled: squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571; 80%: 0.920.
+    # Pooled: squares 2 and 5, 2 + 3 degrees of freedom: s = 1.183; error s (1/3 + 1/4)^0.5 = 0.904; t = 2.571.
     assert "| C - A | -4.50 (-6.82 to -2.18) |" in text
+    # At 5 degrees of freedom, P(t > 2.571) is 80% if the noncentrality of t is 3.514.
     near = [line | {"metrics": dict.fromkeys(NAMES, line["metrics"]["fd_fashion"] + 4 * (line["arm"] == "C"))} for line in lines]
     show_equal_time(near)
-    assert "| C - A | -0.50 (-2.82 to 1.82; 80%: 3.15) |" in capsys.readouterr().out
+    assert "| C - A | -0.50 (-2.82 to 1.82; 80%: 3.18) |" in capsys.readouterr().out
+
+
+def test_unplanned_comparisons_have_welchs_p_values_and_holms_correction(capsys):
+    rng = np.random.default_rng(0)
+    found = {arm: (rng.standard_normal((4, 3)) + 3 * (arm == "C")).tolist() for arm in "ABC"}
+    show_unplanned(found)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:] if line]
+    tests = [ttest_ind(found["C"][i], found[arm][i], equal_var=False).pvalue for arm in "AB" for i in range(4)]
+    assert [float(row[2]) for row in rows] == [float(f"{p:.2g}") for p in tests]
+    ranked = sorted(range(8), key=tests.__getitem__)
+    holm = {i: min(1, max((8 - rank) * tests[j] for rank, j in enumerate(ranked[: ranked.index(i) + 1]))) for i in ranked}
+    assert [float(row[3].rstrip(" |")) for row in rows] == [float(f"{holm[i]:.2g}") for i in range(8)]
 
 
 def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
@@ -124,15 +143,22 @@ def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
             add(arm, 3000, [(scale - minimum) ** 2 for minimum in minima], scale, first_seed=0)
             add(arm, 3000, [0, 0.1, 0.2] if scale == (2.0 if arm == "dense-64" else 1.5) else [1, 1.1, 1.2], scale)
     add("routed-64-end", 3000, [0.9, 1.1, 1.0, 9.0])  # outcome 3 does not use a seed that routed-64 lacks
+    for arm, speed in (("dense-64", 3.0), ("routed-64", 4.0)):  # a routed step takes 0.75 of the time
+        lines.append({"arm": arm, "seed": 0, "steps_per_sec": [speed, speed, 1.0], "metrics": {}})
     show_tokens(lines)
     text = capsys.readouterr().out
     # Standard errors (0.08/9 (1 + 1/4))^0.5, 0.1 (2/3)^0.5 (twice) and 0.1 / 3^0.5, with 9, 4, 4 and 2 degrees of freedom.
     # p: 0.0192, 1, 0.0036, 0.225; by Holm's method the lowest times 4, the second times 3, and so on.
     assert "with 256 tokens / with 64 | 0.74 (0.58 to 0.94) | 9 | 0.058 |" in text
     assert "seeds that all four arms share | 0.74 (0.57 to 0.97) | 8 |" in text
-    assert "at the scales 1.5 / 2 | 1.00 (0.80 to 1.25; 80%: 1.35) | 4 | 1 |" in text
+    assert "at the scales 1.5 / 2 | 1.00 (0.80 to 1.25; 80%: 1.36) | 4 | 1 |" in text
     assert "best scale, routed - dense | -0.50 (-0.73 to -0.27) | 4 | 0.014 |" in text
-    assert "dense end / routed to the end | 0.90 (0.71 to 1.16; 80%: 1.36) | 2 | 0.45 |" in text
+    assert "dense end / routed to the end | 0.90 (0.71 to 1.16; 80%: 1.39) | 2 | 0.45 |" in text
+    # Dense log distances are 1.2 after 2,000 steps and 1 after 3,000, routed ones 1 after both; the seeds add 0, 0.1 and 0.2.
+    assert "after 3,000 steps / after 2,000, paired by seed | 1.22 (1.22 to 1.22) | 2 |" in text
+    # 3,000 routed steps take as long as 2,250 dense ones: 1.2 - 0.2 log(1.125) / log(1.5) = 1.142; along a line, 1.154.
+    assert "takes 0.75: ratio of distances, linear, paired by seed | 0.86 (0.86 to 0.86) | 2 |" in text
+    assert "takes 0.75: ratio of distances, power law | 0.87 (0.69 to 1.09; 80%: 1.36) | 4 |" in text
     draw_scales(lines, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"fashion_scales.png", "fashion_precision_recall.png"}
 
@@ -165,14 +191,40 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
     ]
 
 
-def test_the_pages_show_what_the_command_prints(capsys):
-    evidence()
-    tables = capsys.readouterr().out.strip().split("\n\n")
-    pages = [
-        (REPOSITORY / f"extras/benchmarks/results/fashion_{name}.md").read_text(encoding="utf-8")
-        for name in ("equal_time", "tokens")
-    ]
-    assert len(tables) == 11 and all(any(table in page for page in pages) for table in tables)
+@pytest.fixture(scope="module")
+def printed():
+    """Fixture: what `python -m extras.benchmarks evidence` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        evidence()
+    return out.getvalue()
+
+
+def test_the_pages_show_what_the_command_prints(printed):
+    tables = printed.strip().split("\n\n")
+    pages = [page.read_text(encoding="utf-8") for page in FOLDER.glob("fashion_*.md")]
+    assert len(tables) == 17 and all(any(table in page for page in pages) for table in tables)
+
+
+def test_every_interval_of_the_docs_is_printed_by_the_command(printed):
+    page = (REPOSITORY / "docs" / "experiments.md").read_text(encoding="utf-8")
+    intervals = re.findall(r"\((-?[\d.]+ to -?[\d.]+(?:;\s+80%:\s+[\d.]+)?)[;)]", page)
+    assert len(intervals) > 20
+    assert not [found for found in intervals if "(" + re.sub(r"\s+", " ", found) not in printed]
+
+
+# The first lines of a page that hold its rule, and their hash. A rule is never reworded: corrections with a date follow it.
+RULES = {
+    "fashion_learning_rates": (71, "bc33d14435bd59130b1dc00a13ab69f8be2bf7ed69f0afe997a2aff1ae19731b"),
+    "fashion_sprint": (60, "438d3788beb77732505f70b342bba4e465f2070aca2baacf59c4e7d546c19687"),
+    "fashion_tokens": (71, "f86a6e32cba3deabf48b5b0398c8e6180dbe92c3c2737ebe14f752024a94c0d9"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_keeps_the_words_of_its_commit(name):
+    num_lines, digest = RULES[name]
+    lines = (FOLDER / f"{name}.md").read_bytes().splitlines(keepends=True)
+    assert hashlib.sha256(b"".join(lines[:num_lines])).hexdigest() == digest
 
 
 def test_a_wrong_argument_is_refused():

@@ -1,6 +1,6 @@
 """Print the tables of our Fashion-MNIST runs from their evaluations.
 
-The rules for these runs and the printed tables are in results/fashion_equal_time.md and results/fashion_tokens.md.
+The rules for these runs and the printed tables are in results/fashion_*.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 import numpy as np
+from scipy.special import nctdtrinc
 from scipy.stats import t
 
 from checkpoints import store
@@ -25,62 +26,96 @@ from evaluations.metrics import standard_error
 from evaluations.results import markdown_table, plot
 from evaluations.suite import format_mean, format_metric
 
-EQUAL_TIME, TOKENS = (Path(__file__).parent / "results" / f"fashion_{name}.jsonl" for name in ("equal_time", "tokens"))
-DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion", 3
+FOLDER = Path(__file__).parent / "results"
+LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
+DISTANCE, SECOND_DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion", "fd_fashion_noisy", 3
 NAMES = {
     DISTANCE: "distance", "class_agreement_fashion": "agreement", "precision_fashion": "precision", "recall_fashion": "recall",
 }  # fmt: skip
-GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "path_drop": ", path-drop 1.5"}
+CURVES = (DISTANCE, "class_agreement_fashion")
+GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "sparse": ", sparse guidance", "path_drop": ", path-drop 1.5"}
 DENSE = ("A", "B")
 ARMS = ("routed-64", "dense-64")
 LOSS, SEARCH_SEED = "validation_loss", 100
 CHOOSING, COMPARING = 0, 2000  # first sampling seed for choosing a guidance scale, and for all other figures
+SAME_STEPS, EARLIER_STEPS = 3000, 2000  # steps of the arms with 64 tokens, and of their first evaluation
 
 Comparison = tuple[str, Callable[[float], str], "Contrast"]
 
 
-def evidence(equal_time: str = str(EQUAL_TIME), tokens: str = str(TOKENS), pictures: str | None = None) -> None:
-    """Print the tables for both sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
-    for file, print_tables in ((equal_time, show_equal_time), (tokens, show_tokens)):
-        print_tables(sorted(read_lines(Path(file)), key=lambda line: line["seed"]))
+def evidence(
+    learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), pictures: str | None = None
+) -> None:
+    """Print the tables for all sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
+    rated, fused, equal_steps = (
+        sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens)
+    )
+    show_equal_time(rated)
+    show_unplanned(show_equal_time(fused))
+    show_tokens(equal_steps)
     if pictures:
-        draw_scales(list(read_lines(Path(tokens))), Path(pictures))
+        draw_scales(equal_steps, Path(pictures))
 
 
-def show_equal_time(lines: list[dict]) -> None:
+def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:
     """Print tables of the learning rates, of each arm at its best rate, and of differences between routed arms and earlier arms.
 
     The intervals of the first table of differences are Welch's, and those of the second use the deviation pooled over all arms.
-    A learning rate can be the best rate of an arm only if it has at least three seeds.
+    A learning rate can be the best rate of an arm only if it has at least three seeds. All tables except that of the steps show
+    the last step of each arm. Return the unguided values that are compared, as {arm: [values of each metric]}.
     """
     arms, rates = (sorted({line[key] for line in lines}) for key in ("arm", "lr"))
+    last = {arm: max(line["step"] for line in lines if line["arm"] == arm) for arm in arms}
+    names = NAMES | ({SECOND_DISTANCE: "second distance"} if any(SECOND_DISTANCE in line["metrics"] for line in lines) else {})
 
-    def find(metric: str, arm: str, lr: float, num_samples: int = 1000, guidance: str = "none") -> list[float]:
-        wanted = {"arm": arm, "lr": lr, "num_samples": num_samples, "guidance": guidance}
+    def find(
+        metric: str, arm: str, lr: float, num_samples: int = 1000, guidance: str = "none", step: int | None = None
+    ) -> list[float]:
+        wanted = {"arm": arm, "lr": lr, "num_samples": num_samples, "guidance": guidance, "step": step or last[arm]}
         return [*find_values(lines, metric, **wanted).values()]
 
     first = {(arm, lr): find(DISTANCE, arm, lr)[:NUM_CHOOSING_SEEDS] for arm in arms for lr in rates}
     complete = [key for key, values in first.items() if len(values) == NUM_CHOOSING_SEEDS]
     best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # the dict keeps the last, best rate of each arm
     show(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
+    if len(steps := sorted({line["step"] for line in lines})) > len({*last.values()}):
+        curves = [[{metric: find(metric, arm, best[arm], step=step) for metric in CURVES} for arm in best] for step in steps]
+        cells = [[", ".join(mean_text(*one) for one in found.items() if one[1]) for found in curve] for curve in curves]
+        show(["step", *best], [[f"{step:,}", *row] for step, row in zip(steps, cells)])
 
-    rows, differences, pooled_differences = [], [], []
+    compared, rows, differences, pooled_differences = {}, [], [], []
     for guidance, suffix in GUIDANCES.items():
-        found = {arm: [find(metric, arm, best[arm], 2000, guidance) for metric in NAMES] for arm in best}
+        found = {arm: [find(metric, arm, best[arm], 2000, guidance) for metric in names] for arm in best}
         found = {arm: columns for arm, columns in found.items() if all(columns)}
+        compared[guidance] = found
         for arm, columns in found.items():
-            rows.append([arm + suffix, f"{best[arm]:g}", str(len(columns[0])), *map(mean_text, NAMES, columns)])
+            rows.append([arm + suffix, f"{best[arm]:g}", str(len(columns[0])), *map(mean_text, names, columns)])
         spreads = [pooled_deviation(column) for column in zip(*found.values())]
         for other, arm in combinations(found, 2):
             if arm not in DENSE:
                 groups = [[(1, ours), (-1, theirs)] for ours, theirs in zip(found[arm], found[other])]
                 welch, pooled = map(Contrast.welch, groups), map(Contrast.of, groups, spreads)
                 for table, pairs in ((differences, welch), (pooled_differences, pooled)):
-                    texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(NAMES, pairs)]
+                    texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(names, pairs)]
                     table.append([f"{arm} - {other}{suffix}", *texts])
-    show(["", "learning rate", "seeds", *NAMES.values()], rows)
+    show(["", "learning rate", "seeds", *names.values()], rows)
     for table in (differences, pooled_differences):
-        show(["", *NAMES.values()], table)
+        show(["", *names.values()], table)
+    return compared["none"]
+
+
+def show_unplanned(found: dict[str, list[list[float]]]) -> None:
+    """Print Welch's p-values of the comparisons of C with the dense arms, which no rule planned, with Holm's correction."""
+    names, contrasts = [], []
+    for other, (i, metric) in product(DENSE, enumerate(NAMES)):
+        names.append((metric, f"C - {other}, {NAMES[metric]}"))
+        contrasts.append(Contrast.welch([(1, found["C"][i]), (-1, found[other][i])]))
+    corrected = holm([contrast.p_value for contrast in contrasts])
+    rows = [
+        [name, contrast.text(lambda x, metric=metric: format_metric(metric, x)), f"{contrast.p_value:.2g}", f"{p:.2g}"]
+        for (metric, name), contrast, p in zip(names, contrasts, corrected)
+    ]
+    show(["unplanned comparison", "95% interval (Welch)", "p", "p (Holm)"], rows)
 
 
 def show_tokens(lines: list[dict]) -> None:
@@ -91,7 +126,7 @@ def show_tokens(lines: list[dict]) -> None:
     primary, other = compare(lines)
     columns = ["95% interval", "degrees of freedom"]
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
-    rows = [[[name, contrast.text(shown), str(contrast.df)] for name, shown, contrast in part] for part in (primary, other)]
+    rows = [[[name, contrast.text(shown), f"{contrast.df:.3g}"] for name, shown, contrast in part] for part in (primary, other)]
     show(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
     show(["other comparison", *columns], rows[1])
     show_ratios(lines)
@@ -103,13 +138,19 @@ def show_ratios(lines: list[dict]) -> None:
     by_level = [[line["validation_loss_by_level"] for line in at_end if line["arm"] == arm] for arm in ARMS]
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
     show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
-    speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if "steps_per_sec" in line}
     rows = []
     for tokens in ("256", "64"):
-        seeds = sorted(seed for arm, seed in speeds if arm == f"routed-{tokens}" and seed != SEARCH_SEED)
-        times = [f"{speeds[f'dense-{tokens}', seed] / speeds[f'routed-{tokens}', seed]:.2f} (seed {seed})" for seed in seeds]
-        rows.append([f"routed-{tokens}", ", ".join(times)])
-    show(["", "time of a step"], rows)
+        times = time_ratios(lines, tokens)
+        shown = [f"{ratio:.2f} (seed {seed})" for seed, ratio in times.items()]
+        rows.append([f"routed-{tokens}", ", ".join(shown), f"{median(times.values()):.2f}" if times else ""])
+    show(["", "time of a step", "median"], rows)
+
+
+def time_ratios(lines: list[dict], tokens: str) -> dict[int, float]:
+    """Return the median time of a routed step divided by that of a dense step, by training seed."""
+    speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if "steps_per_sec" in line}
+    seeds = sorted(seed for arm, seed in speeds if arm == f"routed-{tokens}" and seed != SEARCH_SEED)
+    return {seed: speeds[f"dense-{tokens}", seed] / speeds[f"routed-{tokens}", seed] for seed in seeds}
 
 
 def show_losses(lines: list[dict]) -> None:
@@ -160,23 +201,53 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
     validation = find(*({"arm": arm, "step": 3000} for arm in ARMS), metric=LOSS)
     ratio, words = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
     tokens, signs = [find(condition)[0] for condition in four], (1, -1, -1, 1)
-    primary = (
-        (f"1. {words}, with 256 tokens / with 64", ratio, [*zip(signs, tokens)]),
-        (f"2a. {words}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, [*zip(signs, guided)]),
-        ("2b. best scale, routed - dense", "{:.2f}".format, [*zip(signs, best)]),
-        ("3. ratio of distances, dense end / routed to the end", ratio, [paired(*find(*ends))]),
-    )
-    other = (
-        ("1, with the seeds that all four arms share", ratio, [*zip(signs, find(*four))]),
-        ("2a, with the samples that chose the scales", ratio, [*zip(signs, choosing)]),
-        ("2a, unguided", ratio, [*zip(signs, find(*at(3000, *ARMS)))]),
-        ("3, with the deviation pooled over both arms", ratio, [*zip(signs, find(*ends))]),
-        ("recall, dense end - routed to the end", "{:.3f}".format, [paired(*recall)]),
-        ("ratio of validation losses after 3,000 steps, routed / dense, 64 tokens", ratio, [*zip(signs, validation)]),
-    )
+    earlier, later = (find(*at(step, *ARMS)) for step in (EARLIER_STEPS, SAME_STEPS))
+    shared = find(*at(EARLIER_STEPS, *ARMS), *at(SAME_STEPS, *ARMS))
+    growth = paired(paired(*shared[2:])[1], paired(*shared[:2])[1])
+    primary = [
+        (f"1. {words}, with 256 tokens / with 64", ratio, Contrast.of, [*zip(signs, tokens)]),
+        (f"2a. {words}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, Contrast.of, [*zip(signs, guided)]),
+        ("2b. best scale, routed - dense", "{:.2f}".format, Contrast.of, [*zip(signs, best)]),
+        ("3. ratio of distances, dense end / routed to the end", ratio, Contrast.of, [paired(*find(*ends))]),
+    ]
+    other = [
+        ("1, with the seeds that all four arms share", ratio, Contrast.of, [*zip(signs, find(*four))]),
+        ("1, by Welch", ratio, Contrast.welch, [*zip(signs, tokens)]),
+        ("2a, with the samples that chose the scales", ratio, Contrast.of, [*zip(signs, choosing)]),
+        ("2a, paired by seed", ratio, Contrast.of, [paired(*guided)]),
+        ("2a, unguided", ratio, Contrast.of, [*zip(signs, later)]),
+        ("2a, unguided, paired by seed", ratio, Contrast.of, [paired(*later)]),
+        (f"2a, unguided, after {EARLIER_STEPS:,} steps", ratio, Contrast.of, [*zip(signs, earlier)]),
+        (f"2a, unguided, after {EARLIER_STEPS:,} steps, paired by seed", ratio, Contrast.of, [paired(*earlier)]),
+        (f"2a, unguided, after {SAME_STEPS:,} steps / after {EARLIER_STEPS:,}, paired by seed", ratio, Contrast.of, [growth]),
+        ("3, with the deviation pooled over both arms", ratio, Contrast.of, [*zip(signs, find(*ends))]),
+        ("recall, dense end - routed to the end", "{:.3f}".format, Contrast.of, [paired(*recall)]),
+        ("ratio of validation losses after 3,000 steps, 64 tokens", ratio, Contrast.of, [*zip(signs, validation)]),
+    ]
+    if times := [*time_ratios(lines, "64").values()]:
+        _, dense_early, routed, dense_late = shared
+        for time, is_linear in ((median(times), True), (median(times), False), (max(times), False)):
+            dense = [dense_after(time, early, late, is_linear) for early, late in zip(dense_early, dense_late)]
+            name = f"same time, if a routed step takes {time:.2f}: ratio of distances, {'linear' if is_linear else 'power law'}"
+            other += [
+                (name, ratio, Contrast.of, [*zip(signs, (routed, dense))]),
+                (f"{name}, paired by seed", ratio, Contrast.of, [paired(routed, dense)]),
+            ]
     return tuple(
-        [(name, shown, Contrast.of(groups)) for name, shown, groups in part if len(groups[0][1]) > 1] for part in (primary, other)
+        [(name, shown, build(groups)) for name, shown, build, groups in part if min(len(values) for _, values in groups) > 1]
+        for part in (primary, other)
     )
+
+
+def dense_after(time_ratio: float, early: float, late: float, is_linear: bool) -> float:
+    """Interpolate the dense log distance between both evaluated steps, at the step that the routed run's time allows.
+
+    The distance falls along a line or as a power of the step. The curve is convex, so a line overstates the distance.
+    """
+    step, steps = time_ratio * SAME_STEPS, (EARLIER_STEPS, SAME_STEPS)
+    if is_linear:
+        return log(np.interp(step, steps, np.exp((early, late))))
+    return float(np.interp(log(step), np.log(steps), (early, late)))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, list[float]]:
@@ -281,11 +352,12 @@ class Contrast:
     def text(self, shown: Callable[[float], str]) -> str:
         """Format the estimate with its 95% interval.
 
-        If the interval contains zero, also print the effect that a repetition would detect with a probability of 80%.
+        If the interval contains zero, also print the effect that a repetition would detect with a probability of 80%. The t
+        statistic of this effect has a noncentral t distribution.
         """
-        margin = t.ppf(0.975, self.df) * self.error
-        low, high = self.estimate - margin, self.estimate + margin
-        power = f"; 80%: {shown(margin + t.ppf(0.8, self.df) * self.error)}" if low < 0 < high else ""
+        quantile = t.ppf(0.975, self.df)
+        low, high = self.estimate - quantile * self.error, self.estimate + quantile * self.error
+        power = f"; 80%: {shown(nctdtrinc(self.df, 0.2, quantile) * self.error)}" if low < 0 < high else ""
         return f"{shown(self.estimate)} ({shown(low)} to {shown(high)}{power})"
 
 
