@@ -113,9 +113,9 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
         changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
     if cfg.init_state == "weights":
         changed = [line for line in changed if not line.startswith("data.num_classes")]
-    else:  # the run also continues the projector's optimizer state and the tracked averages
+    else:  # the run also continues the optimizer, the projector and the tracked averages
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.FIXED_NO_EFFECT])
-        changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
+        changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths", "train.optimizer"))]
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 

@@ -176,6 +176,7 @@ class Train(Settings):
     num_steps: PositiveInt | None  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: PositiveInt
     grad_accum_steps: PositiveInt
+    optimizer: Literal["adamw", "muon"] = "adamw"  # a name in training.optimizers.OPTIMIZERS
     lr: PositiveFloat
     warmup_steps: NonNegativeInt
     schedule: Literal["constant", "cosine", "inverse_sqrt"]
@@ -364,7 +365,9 @@ class Role(Enum):
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
     )  # fmt: skip
-    FIXED = ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size")  # is fixed at the start
+    FIXED = (  # is fixed at the start
+        "seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size", "train.optimizer",
+    )  # fmt: skip
     FIXED_NO_EFFECT = ("train.ema_lengths",)  # is fixed at the start, but does not affect the figures of the run
     CHANGE_LOGGED = (  # may change on a resume, which logs the change; it distinguishes experiments
         "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",

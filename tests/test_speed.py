@@ -241,7 +241,7 @@ def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, m
     saved, train_step = [], Trainer.train_step
 
     def counted_step(trainer, batches):
-        weights = {p.data_ptr() for p in trainer.parameters}
+        weights = {p.data_ptr() for p in trainer.parameters.values()}
 
         def pack(tensor):
             saved[-1] += tensor.nbytes * (tensor.data_ptr() not in weights)

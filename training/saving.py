@@ -12,9 +12,10 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.run import RunFolder
-from common.errors import UserError
+from common.errors import UserError, as_user_error
 from common.progress import log_if_slow
 from runtime.processes import on_main
+from training import optimizers
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -39,14 +40,15 @@ class CheckpointHook(Hook):
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.check(wait=True)
-        trainer.reduce_losses()  # the checkpoint stores loss sums that are averaged over all processes
-        norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters])
+        trainer.reduce_losses()  # the checkpoint stores the losses of all processes
+        norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
         if not norm.isfinite():
             raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
         self.saved_step = trainer.step
         if not trainer.accelerator.is_main_process:
             return
-        states = {"model": trainer.net.state_dict(), "optimizer": trainer.optimizer.state_dict(), **trainer.ema.states()}
+        state = optimizers.get_state(trainer.optimizers, trainer.parameters)
+        states = {"model": trainer.net.state_dict(), "optimizer": {"state": state}, **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
         states = recursively_apply(copy_to_host, states)
@@ -100,51 +102,81 @@ def resume(trainer: Trainer, folder: Path) -> None:
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
-    _restore(trainer, folder, checkpoint, with_optimizer=True)
+    load_weights(trainer, folder, checkpoint)
+    load_training_state(trainer, folder, checkpoint)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
     trainer.last_logged_step -= checkpoint.state["loss_count"]
-    trainer.bin_sums.copy_(torch.tensor(checkpoint.state["bin_sums"]))
+    if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
+        trainer.bin_sums.copy_(total_bin_sums(checkpoint.state, trainer.cfg.train.batch_size))
     log.info("resumed from %s", folder)
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     """Load another run's weights and EMA from a verified checkpoint. With init_state=all, also load the optimizer and step."""
-    _restore(trainer, folder, store.load(folder), with_optimizer=init_state == "all")
+    checkpoint = store.load(folder)
+    num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (trainer.net.state_dict(), checkpoint.model))
+    if init_state == "all":
+        load_weights(trainer, folder, checkpoint)
+        load_training_state(trainer, folder, checkpoint)
+    elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
+        load_weights(trainer, folder, checkpoint)
+    else:
+        words = "the label table starts with new weights: %s has %d classes, and the data have %d"
+        log.info(words, folder, stored_num_classes, num_classes)
+        load_weights_except_labels(trainer, folder, checkpoint)
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
-def _restore(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, with_optimizer: bool) -> None:
-    """Copy a checkpoint into a trainer. The checkpoint is memory-mapped, so its tensors occupy host memory only briefly."""
-    own, averages = trainer.net.state_dict(), dict(trainer.ema.averages)
-    num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (own, checkpoint.model))
-    num_updates = checkpoint.state["ema_num_updates"]
-    if not with_optimizer and num_classes != stored_num_classes:  # `check_initial` allows different class counts
-        words = "the label table starts with new weights: %s has %d classes, and the data have %d"
-        log.info(words, folder, stored_num_classes, num_classes)
-        for tensors in (own, averages, checkpoint.model, checkpoint.ema):
-            del tensors[LABEL_TABLE]
-        num_updates = 0  # the EMA warms up again, because it would otherwise keep the new table's random start for too long
-    store.check_tensors(folder / store.WEIGHTS["raw"], checkpoint.model, own)
-    store.check_tensors(folder / store.WEIGHTS["ema"], checkpoint.ema, averages)
-    if with_optimizer and trainer.alignment is not None:  # a run with init_state=weights trains a new projector
+def load_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, without: str | None = None) -> None:
+    """Copy the weights and the EMA of a checkpoint into a trainer, except the parameter `without`.
+
+    The checkpoint is memory-mapped, so its tensors occupy host memory only briefly.
+    """
+    sides = (checkpoint.model, trainer.net.state_dict(), checkpoint.ema, trainer.ema.averages)
+    model, own, ema, averages = ({name: x for name, x in side.items() if name != without} for side in sides)
+    store.check_tensors(folder / store.WEIGHTS["raw"], model, own)
+    store.check_tensors(folder / store.WEIGHTS["ema"], ema, averages)
+    for name, value in own.items():
+        value.copy_(model[name])
+    trainer.ema.load("ema", ema)
+    trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
+
+
+def load_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
+    """Load the weights and the EMA for data with another number of classes. The label table keeps its initial weights."""
+    load_weights(trainer, folder, checkpoint, without=LABEL_TABLE)
+    # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
+    trainer.ema.num_updates_before = 0
+
+
+@torch.no_grad()
+def load_training_state(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
+    """Load the step, the optimizer and, if the run has them, the projector and the tracked averages. Call `load_weights` first.
+
+    Raise UserError if the encoder weights differ, or if a file does not fit the trained parameters.
+    """
+    trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
+    trainer.ema.num_updates_before -= checkpoint.step
+    if trainer.alignment is not None:
         if checkpoint.state["encoder_hash"] != trainer.alignment.encoder_hash:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
-        own |= projector
-        checkpoint.model |= checkpoint.projector
-    for name, value in own.items():
-        value.copy_(checkpoint.model[name])
-    trainer.ema.load("ema", checkpoint.ema)
-    trainer.ema.num_updates_before = num_updates
-    if not with_optimizer:
-        return
-    trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
-    trainer.ema.num_updates_before -= trainer.step
+        for name, value in projector.items():
+            value.copy_(checkpoint.projector[name])
     if checkpoint.tracked_ema is not None:
         trainer.ema.load("tracked_ema", checkpoint.tracked_ema)
-    moments = checkpoint.optimizer["state"].items()
-    state = {i: {key: value.to(trainer.device, copy=True) for key, value in values.items()} for i, values in moments}
-    # Use the current configuration's learning rate, betas and weight decay, because the user may change them on a resume.
-    trainer.optimizer.load_state_dict({"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]})
+    with as_user_error(folder / "optimizer.pt"):
+        state = optimizers.check_state(checkpoint.optimizer["state"], trainer.parameters)
+    optimizers.load_state(trainer.optimizers, trainer.parameters, state)
+
+
+def total_bin_sums(state: dict, batch_size: int) -> Tensor:
+    """Return the stored loss sums and counts by noise level, summed over all processes, [2, NUM_BINS].
+
+    Checkpoints up to f7b5337 stored the mean over processes. Their counts show by which number to multiply, because the counts of
+    all processes add up to the number of images since the last metrics line.
+    """
+    bin_sums = torch.tensor(state["bin_sums"])
+    return bin_sums * (state["loss_count"] * batch_size / bin_sums[1].sum().clamp(min=1))

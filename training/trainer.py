@@ -20,6 +20,7 @@ from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
 from sampling.evaluator import Interrupted
 from training.ema import EMA
+from training.optimizers import OPTIMIZERS
 from training.parallel import prepare
 from training.stop import StopSignal
 
@@ -78,7 +79,8 @@ class Trainer:
     Attributes:
         modules: The trained modules, which are `net` and, with alignment, the projector.
         wrapped: The same modules, wrapped by accelerate.
-        parameters: The trained parameters of the modules.
+        parameters: The trained parameters of the modules by name.
+        optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
         last_logged_step: Step of the last metrics line.
         slices: Row slices of the global batch, one for each micro-batch of this process.
@@ -103,13 +105,12 @@ class Trainer:
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
         self.wrapped = prepare(accelerator, cfg.train, self.modules, ema.net)
-        self.parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
-        train, betas = cfg.train, tuple(cfg.train.betas)
-        optimizer = torch.optim.AdamW(self.parameters, train.lr, betas, weight_decay=train.weight_decay, fused=True)
-        self.optimizer = accelerator.prepare(optimizer)
+        self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
+        optimizers = OPTIMIZERS[cfg.train.optimizer](cfg.train, self.parameters)
+        self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
 
-        num_micro_batches = train.grad_accum_steps
-        size = train.batch_size // (accelerator.num_processes * num_micro_batches)
+        num_micro_batches = cfg.train.grad_accum_steps
+        size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.step = self.first_step = self.last_logged_step = 0
@@ -145,11 +146,12 @@ class Trainer:
             losses_of_step += torch.stack(losses).detach() / len(self.slices)
             self.bin_sums += bin_sums
         if self.cfg.train.grad_clip_norm is not None:
-            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.train.grad_clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg.train, self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.cfg.train.grad_clip_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.cfg.train, self.step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
 
         self.loss_sums += losses_of_step
@@ -240,7 +242,7 @@ class Trainer:
             "step": self.step,
             **dict(zip(("loss", "alignment_loss"), losses)),
             "loss_by_level": means_by_bin(self.bin_sums),
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": self.optimizers[0].param_groups[0]["lr"],
             "steps_per_sec": steps_per_sec,
             "images_per_sec": steps_per_sec * batch_size,
             "images_seen": images,
@@ -256,11 +258,13 @@ class Trainer:
         return record
 
     def reduce_losses(self) -> list[float]:
-        """Average the losses since the last metrics record over all processes. All processes then have the same loss sums.
+        """Return the losses since the last metrics record, averaged over all processes.
 
-        Every process must call this method. Raise UserError if the run has diverged.
+        All processes then have the same `loss_sums`. The main process has the `bin_sums` of all processes, and the others have
+        zeros. Every process must call this method. Raise UserError if the run has diverged.
         """
-        self.loss_sums, self.bin_sums = (self.accelerator.reduce(x, "mean") for x in (self.loss_sums, self.bin_sums))
+        self.loss_sums, bin_sums = self.accelerator.reduce(self.loss_sums, "mean"), self.accelerator.reduce(self.bin_sums, "sum")
+        self.bin_sums = bin_sums if self.accelerator.is_main_process else torch.zeros_like(bin_sums)
         losses = (self.loss_sums / max(self.step - self.last_logged_step, 1)).tolist()
         if not all(loss < MAX_LOSS for loss in losses):
             raise UserError(

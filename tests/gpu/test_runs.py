@@ -19,6 +19,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_from_length
 from gpu.runs import trainer_for
+from training.optimizers import get_state
 from training.saving import CheckpointHook
 
 
@@ -70,8 +71,8 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_can_be_sampled
 def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(device, size, tmp_path, monkeypatch):
     def copy(trainer):
         """Return host copies of weights, averages and AdamW's states, after the device has computed them."""
-        states = trainer.optimizer.state_dict()["state"]
-        moments = {f"{i}.{key}": value for i, state in states.items() for key, value in state.items()}
+        states = get_state(trainer.optimizers, trainer.parameters)
+        moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
         return {name: x.detach().cpu().clone() for name, x in (trainer.net.state_dict() | trainer.ema.averages | moments).items()}
 
     begun, may_write, save = [], threading.Event(), store.save
@@ -94,7 +95,8 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
     assert begun == [3, 8]
     for step, values in expected.items():
         found = store.load(tmp_path / "run" / "checkpoints" / store.folder_name(step))
-        moments = {f"{i}.{key}": value for i, state in found.optimizer["state"].items() for key, value in state.items()}
+        states = found.optimizer["state"]
+        moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
         assert (found.model | found.ema | moments).keys() == values.keys()
         assert all(torch.equal(x, values[name]) for name, x in (found.model | found.ema | moments).items())
 

@@ -104,11 +104,11 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
     for mode in ("none", "blocks"):
         with compiler_for(device):
             trainer = trainer_for(device, size, tmp_path, f"train.compile={mode}", *keys)
-            batches, before = trainer.batches(), [p.detach().clone() for p in trainer.parameters]
+            batches, before = trainer.batches(), [p.detach().clone() for p in trainer.parameters.values()]
             for step in range(6):
                 with torch._dynamo.config.patch(error_on_recompile=step >= 3):
                     trainer.train_step(next(batches))
-            changes.append(torch.cat([(p.detach() - x).flatten() for p, x in zip(trainer.parameters, before)]))
+            changes.append(torch.cat([(p.detach() - x).flatten() for p, x in zip(trainer.parameters.values(), before)]))
     # Losses would show little, because the output starts at zero. Rounding to bfloat16 changes the weight updates by about 0.02.
     # Blocks that do nothing or tokens in the wrong places change them by more than 0.5 (tests/test_gpu_code.py).
     error = (changes[1] - changes[0]).norm() / changes[0].norm()

@@ -1,0 +1,131 @@
+"""The optimizers that `train.optimizer` names: which parameters they get, and their state in checkpoints."""
+
+import shutil
+from typing import get_args
+
+import pytest
+import torch
+from conftest import TINY, checked, losses, metrics, renew_manifest, run_train, weights
+from definition import small
+
+from checkpoints import resume, store
+from checkpoints.load import build_network, load_config
+from common.errors import UserError
+from configs import schema
+from training.optimizers import OPTIMIZERS
+
+ARGUMENTS = ["checkpoint.every=3", "train.warmup_steps=2", "train.schedule=cosine", "train.grad_clip_norm=0.5"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Fixture: a folder with a run of 6 steps for each optimizer."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in OPTIMIZERS:
+        run_train(folder, name, f"train.optimizer={name}", *ARGUMENTS)
+    return folder
+
+
+def cut_at_3(runs, folder, name):
+    """Copy a run into `folder` as if it had been killed after step 3. Return the copy and its checkpoint."""
+    run = shutil.copytree(runs / name, folder / name)
+    shutil.rmtree(run / "checkpoints" / store.folder_name(6))
+    return run, run / "checkpoints" / store.folder_name(3)
+
+
+def state_at(run, step):
+    states = torch.load(run / "checkpoints" / store.folder_name(step) / "optimizer.pt")["state"]
+    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+
+
+def assert_same_end(one, two):
+    assert losses(one) == losses(two) and list(losses(one)) == [1, 2, 3, 4, 5, 6]
+    for values in ([weights(run, 6) for run in (one, two)], [state_at(run, 6) for run in (one, two)]):
+        assert values[0].keys() == values[1].keys()
+        assert all(torch.equal(values[0][name], value) for name, value in values[1].items())
+
+
+def test_the_configuration_accepts_exactly_the_names_in_the_table():
+    assert set(get_args(schema.Train.model_fields["optimizer"].annotation)) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_parameter_belongs_to_one_optimizer(name):
+    parameters = dict(small().named_parameters())
+    optimizers = OPTIMIZERS[name](checked([*TINY, "train.lr=0.5"]).train, parameters)
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert len(given) == len(parameters) and set(given) == set(parameters.values())
+    assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_equals_an_uninterrupted_one_exactly(runs, tmp_path, name):
+    run, _ = cut_at_3(runs, tmp_path, name)
+    run_train(tmp_path, name, f"train.optimizer={name}", *ARGUMENTS)
+    assert_same_end(run, runs / name)
+    assert [line["lr"] for line in metrics(run)][:2] == [1e-3, 2e-3] and losses(run)[6] != losses(run)[1]
+
+
+def test_the_state_is_stored_by_parameter_name(runs):
+    state = torch.load(runs / "adamw" / "checkpoints" / store.folder_name(6) / "optimizer.pt")["state"]
+    shapes = {name: value.shape for name, value in weights(runs / "adamw", 6).items() if name != "pos_embed"}
+    assert {name: values["exp_avg"].shape for name, values in state.items()} == shapes
+
+
+def test_a_checkpoint_that_counts_its_parameters_resumes_exactly(runs, tmp_path):
+    """The checkpoints of earlier versions hold the state dict of torch's AdamW."""
+    run, folder = cut_at_3(runs, tmp_path, "adamw")
+    state = torch.load(folder / "optimizer.pt")["state"]
+    trained = [name for name, p in build_network(load_config(folder)).named_parameters() if p.requires_grad]
+    counted = {i: state[name] for i, name in enumerate(trained)}
+    torch.save({"state": counted, "param_groups": [{"lr": 1.0, "params": [*counted]}]}, folder / "optimizer.pt")
+    renew_manifest(folder)
+    run_train(tmp_path, "adamw", *ARGUMENTS)
+    assert_same_end(run, runs / "adamw")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("blocks.1.attn.qkv.bias"), "it has no state of blocks.1.attn.qkv.bias"),
+        (lambda state: state.update({"extra": {}}), "it has a state of extra, which this network does not train"),
+        (
+            lambda state: state["blocks.1.attn.qkv.bias"].update(exp_avg=torch.zeros(3)),
+            r"exp_avg of blocks.1.attn.qkv.bias is \[3\] in the file and \[288\] here",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_the_parameters_is_refused(runs, tmp_path, change, words):
+    _, folder = cut_at_3(runs, tmp_path, "adamw")
+    stored = torch.load(folder / "optimizer.pt")
+    change(stored["state"])
+    torch.save(stored, folder / "optimizer.pt")
+    renew_manifest(folder)
+    with pytest.raises(UserError, match=f"optimizer.pt cannot be read: {words}"):
+        run_train(tmp_path, "adamw", *ARGUMENTS)
+
+
+def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs):
+    folder = runs / "adamw" / "checkpoints" / store.folder_name(3)
+    stored = load_config(folder).model_copy(update={"init_state": "all"})
+    other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "muon"})})
+    assert schema.differences(stored, other, schema.SAME_RUN) == ["train.optimizer: 'adamw' -> 'muon'"]
+    with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'muon'"):
+        resume.check_initial(folder, other)
+    resume.check_initial(folder, stored)
+
+
+def test_a_new_optimizer_needs_one_line_in_the_table(tmp_path, monkeypatch):
+    """Register SGD with momentum for biases and SGD without a state for the rest, and resume a run."""
+
+    def sgd(train, parameters):
+        biases = [p for name, p in parameters.items() if name.endswith("bias")]
+        others = [p for name, p in parameters.items() if not name.endswith("bias")]
+        return [torch.optim.SGD(biases, train.lr, momentum=0.9), torch.optim.SGD(others, train.lr)]
+
+    monkeypatch.setitem(OPTIMIZERS, "adamw", sgd)
+    run_train(tmp_path, "whole", *ARGUMENTS)
+    run, _ = cut_at_3(tmp_path, tmp_path / "cut", "whole")
+    run_train(tmp_path / "cut", "whole", *ARGUMENTS)
+    assert_same_end(run, tmp_path / "whole")
+    assert {name.rpartition(".")[2] for name in state_at(run, 6)} == {"momentum_buffer"}

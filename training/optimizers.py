@@ -1,0 +1,73 @@
+"""Build the optimizers that `train.optimizer` names. Their state is stored and checked by parameter name, like weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from configs.schema import Train
+
+Parameters = Mapping[str, nn.Parameter]  # the trained parameters of the network and, with alignment, the projector
+
+
+def adamw(train: Train, parameters: Parameters) -> list[Optimizer]:
+    """AdamW (arXiv 1711.05101) for all parameters."""
+    settings = {"lr": train.lr, "betas": tuple(train.betas), "weight_decay": train.weight_decay}
+    return [torch.optim.AdamW(parameters.values(), fused=True, **settings)]
+
+
+def muon(train: Train, parameters: Parameters) -> list[Optimizer]:
+    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, and AdamW for all other parameters.
+
+    Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both use `train.lr`.
+    """
+    matrices = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim == 2}
+    others = {name: p for name, p in parameters.items() if name not in matrices}
+    settings = {"lr": train.lr, "weight_decay": train.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return [torch.optim.Muon(matrices.values(), **settings), *adamw(train, others)]
+
+
+# Functions by name in `train.optimizer`. Each parameter belongs to exactly one of the optimizers that a function returns.
+OPTIMIZERS: dict[str, Callable[[Train, Parameters], list[Optimizer]]] = {"adamw": adamw, "muon": muon}
+
+
+def get_state(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:
+    """Return the optimizers' state by parameter name, such as AdamW's `step`, `exp_avg` and `exp_avg_sq`."""
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    return {name: dict(states.get(p, {})) for name, p in parameters.items()}
+
+
+def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: dict[str, dict[str, Any]]) -> None:
+    """Copy a state that `get_state` returned into the optimizers. `check_state` checks that the state fits the parameters."""
+    names = {p: name for name, p in parameters.items()}
+    for optimizer in optimizers:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        copies = {
+            i: {key: x.to(p.device, copy=True) if isinstance(x, Tensor) else x for key, x in state[names[p]].items()}
+            for i, p in enumerate(own)
+        }
+        # Use the current configuration's learning rate, betas and weight decay, because the user may change them on a resume.
+        optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def check_state(state: dict[str | int, dict[str, Any]], parameters: Parameters) -> dict[str, dict[str, Any]]:
+    """Check a stored state against the parameters, and return it by parameter name.
+
+    Checkpoints up to f7b5337 count the parameters instead of naming them. Raise ValueError, which names the parameter, if the
+    state of a parameter is missing, has another shape or belongs to no parameter.
+    """
+    names = list(parameters)
+    named = {names[key] if isinstance(key, int) and key < len(names) else str(key): value for key, value in state.items()}
+    for name in {**parameters, **named}:
+        if name not in parameters:
+            raise ValueError(f"it has a state of {name}, which this network does not train")
+        if name not in named:
+            raise ValueError(f"it has no state of {name}")
+        for key, value in named[name].items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameters[name].shape:
+                raise ValueError(f"{key} of {name} is {list(value.shape)} in the file and {list(parameters[name].shape)} here")
+    return named
