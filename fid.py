@@ -15,27 +15,23 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from common.files import REPOSITORY, lock_file
+from common.files import REPOSITORY, lock_folder
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 
 def main(cfg: FidConfig) -> None:
-    from checkpoints import store
-    from checkpoints.load import load_config
-    from evaluations.images import open_images
-    from evaluations.results import in_words
-    from evaluations.suite import metrics_for
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
-    from runtime.processes import check_same, check_shared, on_main
-    from sampling.evaluator import open_reference
-    from sampling.judge import Judge
+    from sampling.recipe import retry_if_removed
 
-    # Find the checkpoints, or open the images.
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
@@ -45,17 +41,31 @@ def main(cfg: FidConfig) -> None:
         raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
+    retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, given[0]))
+
+
+def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> None:
+    """Evaluate the checkpoints or images that the key `given` names. Raises CheckpointRemoved (see `retry_if_removed`)."""
+    from checkpoints import store
+    from checkpoints.load import load_config
+    from evaluations.results import in_words
+    from evaluations.suite import metrics_for
+    from runtime.processes import check_same, check_shared, on_main
+    from sampling.evaluator import open_reference
+    from sampling.image_sets import open_image_set
+    from sampling.judge import Judge
+
     # Only rank 0 looks for checkpoints, because ranks could find different checkpoints while a run is still training.
     folders = on_main(lambda: find_checkpoints(cfg))
     for folder in folders:
-        check_shared(folder / store.MANIFEST, given[0])
+        check_shared(folder / store.MANIFEST, given)
     runs = {folder: load_config(folder) for folder in folders}
     filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None)]
     for other in filled:
         if changed := differences(filled[0], other):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
     cfg = filled[0]
-    images = open_images(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
+    images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
     if images is not None:
         check_same(images.quick_fingerprint(), "images", images.path)
         if len(images) == 0:
@@ -63,6 +73,8 @@ def main(cfg: FidConfig) -> None:
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
     if images and num_samples > len(images):
         raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+    if num_samples < 2:
+        raise UserError(f"num_samples={num_samples}: a Frechet distance needs at least 2 images; papers use 50,000")
 
     # Open the reference.
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
@@ -74,12 +86,14 @@ def main(cfg: FidConfig) -> None:
 
     # Evaluate the points, and write the results.
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+    if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
+        raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     judge = Judge(cfg, accelerator, folders, images, reference, output)
     points = judge.points()
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
-            stack.enter_context(lock_file(output / ".lock", "evaluating into", "output"))
+            stack.enter_context(lock_folder(output, "evaluating into", "output"))
 
         on_main(lock)
         results = judge(points, num_samples)
@@ -93,11 +107,9 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
 
     if cfg.checkpoints is None:
         return [store.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
-    folders = list(store.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
+    folders = store.verify_all(Path(cfg.checkpoints) / "checkpoints")
     if not folders:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
-    for folder in folders:
-        store.verify(folder)
     return folders
 
 
@@ -113,12 +125,14 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
 
 
 def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """Return <images>_evaluations for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run."""
+    """Return runs/evaluations/<images> for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run.
+
+    Results never lie next to images, because a folder next to class folders would become another class.
+    """
     from checkpoints import store
 
     if not folders:
-        images = Path(cfg.images).resolve()
-        return images.with_name(f"{images.name}_evaluations")
+        return Path("runs") / "evaluations" / Path(cfg.images).resolve().name
     checkpoint = folders[0].resolve()
     folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results

@@ -21,11 +21,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from common.errors import UserError
 from common.files import open_atomically
-from common.images import labelled_grid
+from common.images import DRAWING, labelled_grid
 from common.types import AutoencoderSpec, Colour, PositiveFloat, PositiveInt, Text
 from configs import command_line
 
@@ -111,7 +109,7 @@ def inspect(
     file = Path(grid)
     if grid == "auto":
         folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / f"inspect_{dataset.fingerprint[:8]}.png"
+        file = folder / DRAWING.format(dataset.fingerprint[:8])
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
@@ -140,31 +138,28 @@ def inspect(
     log.info("no problems were found")
 
 
-def reference(images: Text, output: Text, resolution: PositiveInt | None = None, background: Colour = "white") -> None:
+def reference(images: Text, output: Text, resolution: PositiveInt | None = None, background: Colour | None = None) -> None:
     """Write images to an .npz file, which fid.py uses as a reference. The first evaluation caches the features of the reference.
 
     Args:
         images: Folder of images, .npz file, or folder of pixel shards. The command copies labels from an .npz file or shards.
         resolution: Crop size in pixels for a folder of images, as in `encode`. By default, all images must have the same size.
-        background: Background colour for transparent images.
+        background: Background colour for transparent images in a folder (default: white), which the .npz file stores. For an .npz
+            file or shards, the colour with which they were made.
     """
-    from evaluations.images import open_images, read_ahead, write_npz
-    from latents.shards import LatentDataset, shard_files
+    from common.images import are_same_colour
+    from evaluations.images import read_ahead, write_npz
+    from sampling.image_sets import holds_shards, open_image_set
 
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} {'exists; give a new file' if Path(output).exists() else 'must end in .npz'}")
-    if Path(images).is_dir() and shard_files(Path(images)):
-        dataset = LatentDataset(images)
-        if dataset.info.autoencoder != "identity" or resolution is not None:
-            held = f"images={images} holds shards of {dataset.info.autoencoder}"
-            raise UserError(f"{held}; give images, or shards of identity without resolution=")
-        stretches = np.split(np.arange(len(dataset)), range(64, len(dataset), 64))
-        batches = (dataset.fetch_with_images(items, np.zeros(len(items), dtype=bool))[2].numpy() for items in stretches)
-        shape, labels = (len(dataset), dataset.height, dataset.width, 3), dataset.labels
-    else:
-        image_set = open_images(images, convert_to_rgb=True, crop=resolution, background=background)
-        batches, shape, labels = image_set.batches(64), image_set.shape, image_set.labels
-    write_npz(Path(output), (image for batch in read_ahead(batches) for image in batch), shape, labels)
+    if holds_shards(images) and resolution is not None:
+        raise UserError(f"resolution={resolution} crops the images of a folder, but images={images} holds shards")
+    source = open_image_set(images, convert_to_rgb=True, crop=resolution, background=background or "white")
+    if background and source.background and not are_same_colour(background, source.background):
+        raise UserError(f"background={background}, but images={images} was made with background={source.background}")
+    pixels = (image for batch in read_ahead(source.batches(64)) for image in batch)
+    write_npz(Path(output), pixels, source.shape, source.labels, source.background or background)
     log.info("wrote %s", output)
 
 
@@ -175,11 +170,11 @@ def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_thr
         output: Weights file detectors/<set>.safetensors. The file name determines the metric name fd_<set>.
     """
     from evaluations.classifiers import train_detector
-    from evaluations.images import open_images
     from runtime.machine import start_accelerator
+    from sampling.image_sets import open_image_set
 
     device = start_accelerator(cpu_threads).device
-    accuracy = train_detector(open_images(reference), Path(output), device, num_epochs)
+    accuracy = train_detector(open_image_set(reference), Path(output), device, num_epochs)
     log.info("wrote %s: %.2f%% accuracy on the held-out images", output, 100 * accuracy)
 
 

@@ -10,24 +10,28 @@ one grey level. The command writes a PNG per seed, a labelled grid and an .npz i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 from omegaconf import OmegaConf
 from PIL import Image
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, is_leftover, lock_file, open_atomically, write_atomically
+from common.files import hash_bytes, is_leftover, lock_folder, open_atomically, write_atomically
 from common.images import labelled_grid
 from common.progress import progress_bar
 from configs import command_line
 from configs.schema import SampleConfig, differences
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from sampling.recipe import Recipe
     from sampling.sampler import ImageSampler
 
@@ -37,36 +41,43 @@ MAX_GRID_IMAGES = 100
 
 
 def main(cfg: SampleConfig) -> None:
-    from checkpoints.load import load_config
-    from checkpoints.resume import find_checkpoint_on_main
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
-    from runtime.processes import check_shared, on_main, wait_for_all
-    from sampling.recipe import Recipe
+    from sampling.recipe import retry_if_removed
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
+    retry_if_removed(accelerator, lambda: sample_images(cfg, accelerator))
+
+
+def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
+    """Find the checkpoint, sample the missing images and write the grid. Raises CheckpointRemoved (see `retry_if_removed`)."""
+    from checkpoints.load import load_config
+    from checkpoints.resume import find_checkpoint_on_main
+    from runtime.processes import check_shared, on_main, wait_for_all
+    from sampling.recipe import Recipe
+
     checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint")
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
-    locks: list[IO] = []  # contains the folder lock on the main process and is empty on other processes
-    on_main(lambda: locks.append(open_output(output, settings)))
-    check_shared(output / "settings.yaml", "output")
-    files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
-    missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
-    log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
-    if missing:
-        sampler = recipe.load(accelerator.device, cfg.compile)
-        mine = missing[accelerator.process_index :: accelerator.num_processes]
-        make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
-        log.info("cost     %(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image", sampler.cost)
-    wait_for_all()
-    if accelerator.is_main_process:
-        write_grid_and_npz(output, cfg.npz, files, labels)
-        locks[0].close()
+    with contextlib.ExitStack() as stack:
+        on_main(lambda: stack.enter_context(open_output(output, settings)))
+        check_shared(output / "settings.yaml", "output")
+        files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
+        missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
+        log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
+        if missing:
+            sampler = recipe.load(accelerator.device, cfg.compile)
+            mine = missing[accelerator.process_index :: accelerator.num_processes]
+            make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
+            cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
+            log.info(f"cost     {cost}", sampler.cost)
+        wait_for_all()
+        if accelerator.is_main_process:
+            write_grid_and_npz(output, cfg.npz, files, labels)
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
@@ -111,21 +122,22 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
     return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"
 
 
-def open_output(output: Path, settings: dict) -> IO[bytes]:
-    """Open the output folder and return its lock. Raises UserError for unrelated files or images with other settings."""
+@contextlib.contextmanager
+def open_output(output: Path, settings: dict) -> Iterator[None]:
+    """Open and lock the output folder. Raises UserError for unrelated files or images with other settings."""
     file = output / "settings.yaml"
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in held and not all(name == ".lock" or is_leftover(name) for name in held):
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
-    lock = lock_file(output / ".lock", "sampling into", "output")
-    if not file.exists():
-        write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
-        return lock
-    with as_user_error(f"{file} (choose another output=...)"):
-        changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
-    if changed:
-        raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
-    return lock
+    with lock_folder(output, "sampling into", "output", settings=file.name):
+        if not file.exists():
+            write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
+        else:
+            with as_user_error(f"{file} (choose another output=...)"):
+                changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
+            if changed:
+                raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
+        yield
 
 
 def make_images(

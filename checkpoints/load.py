@@ -27,6 +27,8 @@ def load_config(folder: Path) -> schema.TrainConfig:
 def _load_config(folder: Path, content: str) -> schema.TrainConfig:
     try:
         return validate(store.read_config(folder), schema.TrainConfig)
+    except store.CheckpointRemoved:
+        raise
     except UserError as e:
         raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
 

@@ -51,7 +51,11 @@ class RunFolder:
 
     def keep_until(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
-        kept = [line for line in read_lines(self.metrics) if line.get("step", 0) <= step]
+
+        def is_later(line: dict) -> bool:
+            return isinstance(line.get("step"), (int, float)) and line["step"] > step  # a line without a step is not ours
+
+        kept = [line for line in read_lines(self.metrics) if not is_later(line)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for file in self.samples.glob("step_*.png"):
             number = file.stem.removeprefix("step_")

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,21 @@ class Checkpoint:
     config: dict  # the run's resolved configuration
     projector: dict[str, Tensor] | None = None  # present only with alignment
     tracked_ema: dict[str, Tensor] | None = None  # present only with train.ema_lengths
+
+
+class CheckpointRemoved(UserError):
+    """A checkpoint was removed while a command read it, because a running trainer keeps only `checkpoint.keep_last` of them."""
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raise CheckpointRemoved instead of another UserError if the checkpoint folder does not exist at the end of the block."""
+    try:
+        yield
+    except UserError as e:
+        if folder.exists():
+            raise
+        raise CheckpointRemoved(f"{folder} was removed while it was read (training keeps checkpoint.keep_last of them)") from e
 
 
 def folder_name(step: int) -> str:
@@ -164,14 +179,24 @@ def find_run(folder: Path) -> Path | None:
     return parent.parent if parent.name == "checkpoints" else None
 
 
+_hashes: dict[Path, str] = {}  # hashes of the checkpoints that this process has read
+
+
 def hash_checkpoint(folder: Path) -> str:
-    """Compute the hash of a checkpoint from its manifest, which contains the hashes of all files."""
-    return hash_bytes((folder / MANIFEST).read_bytes())[:16]
+    """Compute the hash of a checkpoint from its manifest, which contains the hashes of all files.
+
+    If the checkpoint was removed after this process had read it, return the same hash, because its network may still be loaded.
+    Raise CheckpointRemoved if the checkpoint is missing otherwise.
+    """
+    if folder not in _hashes or folder.exists():
+        with _reading(folder), as_user_error(file := folder / MANIFEST):
+            _hashes[folder] = hash_bytes(file.read_bytes())[:16]
+    return _hashes[folder]
 
 
 def read_config(folder: Path) -> dict:
     """Return the resolved training configuration that a checkpoint stores."""
-    with as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
+    with _reading(folder), as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
         if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
         return config
@@ -179,8 +204,8 @@ def read_config(folder: Path) -> dict:
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
-    with as_user_error(folder / WEIGHTS[weights]):
-        return load_file(folder / WEIGHTS[weights])
+    with _reading(folder), as_user_error(file := folder / WEIGHTS[weights]):
+        return load_file(file)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -209,17 +234,36 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
             raise UserError(f"{file}: {name} is {sides[0]} in the file and {sides[1]} in this network")
 
 
-def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors."""
-    problems: dict[Path, str] = {}
-    for path in reversed(list_steps(root).values()):
+def verify_all(root: Path) -> list[Path]:
+    """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile."""
+    found = []
+    for path in list_steps(root).values():
         try:
-            verify(path)
-            return path, problems
+            with _reading(path):
+                verify(path)
+            found.append(path)
+        except CheckpointRemoved as e:
+            log.warning("%s; it is left out", e)
+    return found
+
+
+def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors.
+
+    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again.
+    """
+    problems: dict[Path, str] = {}
+    while left := [path for path in list_steps(root).values() if path not in problems]:
+        try:
+            with _reading(left[-1]):
+                verify(left[-1])
+            return left[-1], problems
+        except CheckpointRemoved as e:
+            log.warning("%s; looking for the next newest", e)
         except UserError as e:
             if isinstance(e.__cause__, OSError):
                 raise
-            problems[path] = str(e)
+            problems[left[-1]] = str(e)
     return None, problems
 
 

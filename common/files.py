@@ -12,7 +12,7 @@ import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,6 +109,24 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
     return file
 
 
+@contextlib.contextmanager
+def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") -> Iterator[None]:
+    """Create a folder and lock it in the `with` block, as `lock_file` does.
+
+    If the block creates the folder, but writes nothing except the file named `settings`, the folder is removed again.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    with lock_file(folder / ".lock", activity, key):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if created and {*os.listdir(folder)} <= {".lock", settings}:
+                    shutil.rmtree(folder)
+                    for path in created[1:]:
+                        path.rmdir()
+
+
 def append_line(path: Path, record: dict) -> None:
     """Append `record` as a line of JSON, and return when the line is on disk. Terminate an incomplete last line first.
 
@@ -125,14 +143,28 @@ def append_line(path: Path, record: dict) -> None:
         raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
 
 
-def read_lines(path: Path) -> Iterator[dict]:
-    """Yield the complete objects in a JSON-lines file. A missing file yields nothing. Raises UserError if reading fails."""
+def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Iterator[dict]:
+    """Yield the complete objects in a JSON-lines file. A missing file yields nothing. Raises UserError if reading fails.
+
+    If `check` is given, objects for which it raises ValueError are left out, and one warning names the file and the first line
+    that was left out.
+    """
     with as_user_error(path):
         content = path.read_bytes() if path.exists() else b""
-    for line in content.decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                yield record
+    left_out: list[str] = []
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        try:
+            if not isinstance(record := json.loads(line), dict):
+                raise ValueError("it is not an object")
+            if check is not None:
+                check(record)
+        except (ValueError, RecursionError) as e:
+            left_out.append(f"line {number} is left out: {first_line(e)}")
+        else:
+            yield record
+    if left_out and check is not None:
+        more = f" ({len(left_out) - 1} other lines are left out, too)" if left_out[1:] else ""
+        log.warning("%s: %s%s", path, left_out[0], more)
 
 
 def read_json(path: Path) -> Any:

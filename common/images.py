@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageColor, ImageDraw, ImageOps
 
 from common.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # modes with at most 8 bits per channel
+UNKNOWN_TO_PILLOW = (".svg", ".svgz", ".heic", ".heif", ".avif", ".jxl")  # image suffixes that some Pillow versions do not know
+DRAWING = "inspect_{}.png"  # drawing that `prepare_latents.py inspect` writes into a folder of shards, named by 8 hex digits
 
 
 def list_images(folder: Path) -> tuple[list[str], list[str]]:
-    """List the files below `folder` that have a suffix in SUFFIXES, and the files with other image suffixes that Pillow knows.
+    """List the files below `folder` that have a suffix in SUFFIXES, and the files with other suffixes of image formats.
 
-    The paths are sorted, relative to `folder`, and contain forward slashes. The search follows links to folders and skips hidden
-    names. Raises UserError if a link points to a folder that contains the link.
+    `list_files` describes the paths and the errors.
+    """
+    others = tuple(Image.registered_extensions().keys() - {*SUFFIXES}) + UNKNOWN_TO_PILLOW
+    files = list_files(folder)
+    images, unread = ([file for file in files if file.lower().endswith(endings)] for endings in (SUFFIXES, others))
+    return images, unread
+
+
+def list_files(folder: Path) -> list[str]:
+    """List all files below `folder`. The paths are sorted, relative to `folder`, and contain forward slashes.
+
+    The search follows links to folders and skips hidden names. Raises UserError if a link points to a folder that contains it.
     """
     files = []
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -28,14 +41,17 @@ def list_images(folder: Path) -> tuple[list[str], list[str]]:
             raise UserError(f"{parent} is a link to a folder that contains it; remove the link")
         folders[:] = [name for name in folders if not is_hidden(name)]
         files += [(parent / name).relative_to(folder).as_posix() for name in names if not is_hidden(name)]
-    others = tuple(Image.registered_extensions().keys() - {*SUFFIXES})
-    images, unread = (sorted(file for file in files if file.lower().endswith(endings)) for endings in (SUFFIXES, others))
-    return images, unread
+    return sorted(files)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `list_images` skips a name. The skipped names are dot files and the folder that macOS adds to .zip files."""
-    return name.startswith(".") or name == "__MACOSX"
+    """Return whether `list_files` skips a name: dot files, the folder that macOS adds to .zip files, and drawings of `inspect`."""
+    return name.startswith(".") or name == "__MACOSX" or re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
+
+
+def are_same_colour(first: str, second: str) -> bool:
+    """Return whether two colours are equal, such as white and #ffffff."""
+    return ImageColor.getrgb(first) == ImageColor.getrgb(second)
 
 
 def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str, ...] = MODES) -> tuple[Image.Image, bool]:

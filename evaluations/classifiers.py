@@ -114,11 +114,13 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     if output.suffix != ".safetensors" or not (is_digits or small_set(name)) or output.exists():
         raise UserError(f"output={output} must be a new file named after the set: <letters, digits and _>.safetensors")
     num_images, height, width, _ = images.shape
-    if images.labels is None or height != width or height > 128 or num_images < 1000:
-        raise UserError(
-            f"reference={images.path} holds {num_images} images of {width}x{height} pixels; a detector of small pictures needs "
-            "1,000 or more with labels, square and of 128 pixels or fewer"
-        )
+    problems = {
+        f"it holds {num_images:,} images; a detector needs at least 1,000": num_images < 1000,
+        f"its images have {width}x{height} pixels; a detector needs squares of at most 128": height != width or height > 128,
+        "it holds no labels; make it from labelled shards or from an .npz with `labels`": images.labels is None,
+    }
+    if found := [problem for problem, applies in problems.items() if applies]:
+        raise UserError(f"reference={images.path}: {'; '.join(found)}")
     labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
     about = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
     torch.manual_seed(0)

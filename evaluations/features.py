@@ -44,6 +44,10 @@ class Features:
         """Return the tensors `pool`, `logits` and `spatial` in a dictionary, without tensors that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
+    def select(self, rows: Tensor) -> Features:
+        """Return the features of the images `rows` [n], int64, in this order and without statistics."""
+        return replace(self, statistics={}, **{name: x[rows] for name, x in self.tensors().items()})
+
 
 class Detector(Protocol):
     """A network that computes image features."""
@@ -92,15 +96,15 @@ def join_features(parts: Iterable[Sequence[Features]]) -> list[Features]:
 
 
 def features_of_images(
-    images: ImageSet, detectors: Sequence[Detector], batch_size: int, start: int, stop: int, show_progress: bool = True
+    images: ImageSet, detectors: Sequence[Detector], batch_size: int, items: Sequence[int], show_progress: bool = True
 ) -> list[Features]:
-    """Compute each detector's features of images start to stop - 1 in this process, reading every image only once.
+    """Compute each detector's features of the images with the ascending indices `items`, reading every image only once.
 
     The features are empty if the images come from an .npz file that contains only statistics.
     """
     if len(images) == 0:
         return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
-    batches, total = read_ahead(images.batches(batch_size, start, stop)), len(range(start, stop, batch_size))
+    batches, total = read_ahead(images.batches(batch_size, items)), -(-len(items) // batch_size)
     settings = {"desc": f"features of {images.path.name}", "unit": "batch", "leave": False, "disable": not show_progress}
     return extract(detectors, progress_bar(batches, total=total, **settings))
 

@@ -1,24 +1,32 @@
 """Read uint8 RGB images in a fixed order from a folder or from an .npz file in ADM's format.
 
 ADM's .npz files contain uint8 images [N, H, W, 3] in `arr_0`, labels in `arr_1`, and statistics of Inception's pooled features in
-`mu` [2048] and `sigma` and of its spatial features in `mu_s` [2023] and `sigma_s`. `write_npz` stores the labels in `labels`. The
-optional arrays `mu_dinov2` [1024] and `sigma_dinov2` contain statistics of DINOv2's class token.
+`mu` [2048] and `sigma` and of its spatial features in `mu_s` [2023] and `sigma_s`. `write_npz` stores the labels in `labels`, and
+the colour behind transparent images in `background`. The optional arrays `mu_dinov2` [1024] and `sigma_dinov2` contain statistics
+of DINOv2's class token.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image, ImageColor
 
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, open_atomically
-from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
+from common.images import MODES, SUFFIXES, adm_center_crop, list_files, read_rgb
 from evaluations.metrics import Statistics
+
+log = logging.getLogger(__name__)
 
 # (detector, layer) -> (key of the mean, key of the covariance, number of features)
 STATISTICS_KEYS = {
@@ -28,8 +36,46 @@ STATISTICS_KEYS = {
 }
 
 
+def fixed_order(num_images: int) -> np.ndarray:
+    """Return the order in which evaluations take images from a set on disk, int64 [N]: always the same random permutation.
+
+    Files are often sorted by class, so that consecutive images are no random part of the set. The order depends only on the size
+    of the set. Two sets of equal size therefore keep their pairs.
+    """
+    return np.random.default_rng(0).permutation(num_images)
+
+
+class ImageSet(Protocol):
+    """N images of one size, which are read in ascending order."""
+
+    path: Path
+    shape: tuple[int, ...]  # (N, H, W, 3), where N is 0 if only statistics are stored
+    labels: np.ndarray | None  # class of each image [N], int64, or None if the classes are unknown
+    statistics: dict[str, dict[str, Statistics]]  # stored statistics, as {detector: {layer: Statistics}}
+    background: str | None  # colour behind transparent images, or None if it is unknown
+
+    def __len__(self) -> int: ...
+
+    def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        """Yield the images with the ascending indices `items`, or all images, in uint8 batches [b, H, W, 3].
+
+        Raises UserError if an image cannot be read.
+        """
+        ...
+
+    def quick_fingerprint(self) -> str:
+        """Return a hash that is equal for a copy of the set on another machine."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a hash that identifies the images on this machine, for caches and results."""
+        ...
+
+
 class ImageFolder:
     """Image files in a folder and its subfolders, sorted by relative path. Hidden files are skipped.
+
+    The class logs how many files it does not read. If sample.py wrote the folder, the file names contain the labels.
 
     Args:
         convert_to_rgb: Whether to convert grey, palette, CMYK and RGBA images to RGB instead of rejecting such images.
@@ -37,35 +83,44 @@ class ImageFolder:
         background: Background colour for transparent images.
 
     Attributes:
-        shape: Shape (N, H, W, 3) of the image set.
         files: Image paths in order.
 
     Raises:
         UserError: The folder contains no images, or an image cannot be used. The message names the folder or the image.
     """
 
-    labels, statistics = None, {}  # only .npz files can contain labels and statistics
+    labels, statistics = None, {}
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
-        self.files = [self.path / name for name in list_images(self.path)[0]]
-        if (self.path / "settings.yaml").exists():  # sample.py writes grids next to its images
-            self.files = [file for file in self.files if not file.name.startswith("grid_")]
+        files = [self.path / name for name in list_files(self.path)]
+        is_sampled = (self.path / "settings.yaml").exists()  # sample.py writes grids next to its images
+        is_read = [f.name.lower().endswith(SUFFIXES) and not (is_sampled and f.name.startswith("grid_")) for f in files]
+        self.files = [file for file, read in zip(files, is_read) if read]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
+        if others := Counter(file.suffix or file.name for file, read in zip(files, is_read) if not read):
+            left_out = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
+            log.info("%s: %d images are read; %d other files are not: %s", self.path, len(self.files), others.total(), left_out)
+        found = [re.match(r"seed_\d+_class_(\d+)", file.name) for file in self.files] if is_sampled else [None]
+        if all(found):
+            self.labels = np.array([int(match[1]) for match in found])
+        self._with_more_frames: list[Path] = []
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Yield images start to stop - 1 in uint8 batches [b, H, W, 3]."""
-        files = self.files[start:stop]
+    def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        files = self.files if items is None else [self.files[i] for i in items]
+        self._with_more_frames.clear()
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
+        if found := self._with_more_frames:
+            log.warning("%s: only the first page or frame of %d images is read, such as %s", self.path, len(found), min(found))
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
@@ -79,6 +134,9 @@ class ImageFolder:
     def _read(self, file: Path) -> np.ndarray:
         with as_user_error(file):
             image, _ = read_rgb(file, self.background, self._modes)
+            with Image.open(file) as opened:  # reads only the header
+                if getattr(opened, "n_frames", 1) > 1:
+                    self._with_more_frames.append(file)
             if self.crop is not None:
                 return adm_center_crop(image, self.crop)
             if self.shape and (image.height, image.width) != self.shape[1:3]:
@@ -90,23 +148,21 @@ class ImageFolder:
 class NpzImages:
     """Images in an .npz file. Batches are read directly from the file, so the images do not have to fit into memory.
 
-    Attributes:
-        shape: Shape (N, H, W, 3) of the images. N is 0 if the file contains only statistics.
-        labels: Labels [N], int64, or None if the file contains no labels.
-        statistics: Statistics in the file, as {detector: {layer: Statistics}}.
-
     Raises:
-        UserError: The file cannot be used. The message names the file and the array.
+        UserError: The file cannot be used, or its statistics are not finite. The message names the file and the array.
     """
 
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
+        self.background = None
         with as_user_error(self.path), np.load(self.path, allow_pickle=False) as file:
             for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
                     stored = Statistics(*(torch.from_numpy(file[key]).double() for key in (mu, sigma)))
                     if stored.mu.shape != (size,) or stored.sigma.shape != (size, size):
                         raise ValueError(f"{mu} and {sigma} must be [{size}] and [{size}, {size}]")
+                    if not (stored.mu.isfinite().all() and stored.sigma.isfinite().all()):
+                        raise ValueError(f"{mu} or {sigma} holds NaN or infinity")
                     self.statistics.setdefault(detector, {})[layer] = stored
             if "arr_0" in file or not self.statistics:
                 with file.zip.open("arr_0.npy") as f:
@@ -120,33 +176,40 @@ class NpzImages:
                 self.labels = file[key].astype(np.int64, casting="same_kind")
                 if self.labels.shape != self.shape[:1]:
                     raise ValueError(f"{key} is {list(self.labels.shape)}; need [{len(self)}]")
+            if "background" in file:
+                self.background = str(file["background"])
+                ImageColor.getrgb(self.background)  # raises ValueError for an unknown colour
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def batches(self, batch_size: int, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Yield images start to stop - 1 in uint8 batches [b, H, W, 3]. Raises UserError if the file is damaged."""
-        stop = len(self) if stop is None else stop
+    def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        items, size = range(len(self)) if items is None else items, int(np.prod(self.shape[1:]))
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
-            f.seek(self._header_bytes + start * int(np.prod(self.shape[1:])))
-            for i in range(start, stop, batch_size):
-                images = np.empty((min(batch_size, stop - i), *self.shape[1:]), dtype=np.uint8)
-                if f.readinto(images.reshape(-1).data) != images.nbytes:
-                    raise EOFError(f"arr_0 ends before image {i + len(images)} of {len(self)}")
+            f.seek(self._header_bytes)
+            following = 0  # index of the image at the current position
+            for i in range(0, len(items), batch_size):
+                images = np.empty((len(items[i : i + batch_size]), *self.shape[1:]), dtype=np.uint8)
+                for image, item in zip(images, items[i : i + batch_size]):
+                    if item != following:  # seeking disables the file's checksum
+                        f.seek(self._header_bytes + int(item) * size)
+                    if f.readinto(image.reshape(-1).data) != size:
+                        raise EOFError(f"arr_0 ends before image {item + 1} of {len(self)}")
+                    following = item + 1
                 yield images
 
     def quick_fingerprint(self) -> str:
-        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays."""
+        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except `background`."""
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
-            return hash_bytes(repr([(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]).encode())
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+            return hash_bytes(repr([entry for entry in entries if entry[0] != "background.npy"]).encode())
 
     fingerprint = quick_fingerprint  # the checksums already cover the contents of the arrays
 
 
-ImageSet = NpzImages | ImageFolder
-
-
-def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white") -> ImageSet:
+def open_images(
+    path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
+) -> ImageFolder | NpzImages:
     """Open a folder as an `ImageFolder`, or an .npz file as `NpzImages`. Raises UserError if the images cannot be used."""
     path = Path(path)
     if path.is_dir():
@@ -159,11 +222,16 @@ def open_images(path: str | Path, convert_to_rgb: bool = False, crop: int | None
 
 
 def write_npz(
-    path: Path, images: Iterable[np.ndarray], shape: tuple[int, int, int, int], labels: np.ndarray | None = None
+    path: Path,
+    images: Iterable[np.ndarray],
+    shape: tuple[int, ...],
+    labels: np.ndarray | None = None,
+    background: str | None = None,
 ) -> None:
     """Write uint8 images [H, W, 3] to an .npz file one at a time, so the images do not have to fit into memory.
 
-    `shape` is (N, H, W, 3), and `labels` has N integers. An invalid image or a write error raises UserError and leaves no file.
+    `shape` is (N, H, W, 3), and `labels` has N integers. `background` is the colour behind transparent images, or None if it is
+    unknown. An invalid image or a write error raises UserError and leaves no file.
     """
     with open_atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
@@ -175,6 +243,9 @@ def write_npz(
         if labels is not None:
             with archive.open("labels.npy", "w") as f:
                 np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
+        if background is not None:
+            with archive.open("background.npy", "w") as f:
+                np.lib.format.write_array(f, np.asarray(background))
 
 
 def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -8,12 +8,18 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from common.errors import UserError
 from common.files import append_line, read_lines, write_atomically
+from common.types import FiniteFloat
+from configs.settings import validate
 from evaluations.metrics import standard_error
-from evaluations.suite import display_name, format_metric
+from evaluations.suite import format_metric
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,21 @@ class Point:
         return without_paths(self.settings) | {"content": self.content}
 
 
+class ResultLine(BaseModel, strict=True):
+    """A line of results.jsonl."""
+
+    point: dict[str, Any]
+    shown: dict[str, Any]
+    about: dict[str, Any]
+    metrics: dict[str, FiniteFloat]
+    jackknife: dict[str, Annotated[list[FiniteFloat], Field(min_length=1)]]
+    cost: dict[str, FiniteFloat]
+
+
 class Results:
     """Evaluated points in a folder's results.jsonl. Two points are considered equal if their keys and conditions are equal.
+
+    Other lines are left out with a warning.
 
     Args:
         conditions: Settings that all points share, such as the number of samples, the detector and the reference.
@@ -44,7 +63,7 @@ class Results:
         foreign = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
         if foreign and not self.file.exists():
             raise UserError(f"{folder / foreign[0]} was not written by fid.py; choose another output=")
-        self.lines = [line for line in read_lines(self.file) if "shown" in line and "metrics" in line]
+        self.lines = list(read_lines(self.file, partial(validate, kind=ResultLine)))
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
@@ -60,7 +79,7 @@ class Results:
         self.lines.append(json.loads(json.dumps(line)))
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
-        """Write all points in the folder to results.csv and results.md. If there are several `points`, plot them in results.png.
+        """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
 
         Args:
             plotted: Metric to plot. Among points with equal conditions, the tables mark the lowest value of the metric with `*`,
@@ -92,11 +111,13 @@ class Results:
         if any(row["best"] for row in rows):
             table += f"\n`*`: the lowest {plotted} of its conditions; `~`: its difference from the lowest may be chance (95%)\n"
         write_atomically(self.folder / "results.md", table)
-        if len(points) > 1:
-            lines, label = [self.find(point) for point in points], display_name(plotted, self.conditions["num_samples"])
+        found = [(p.shown, line) for p in points if (line := self.find(p)) and plotted in line["metrics"]]
+        if len(found) > 1:
+            shown, lines = zip(*found)
+            label = f"{plotted} of {self.conditions['num_samples']:,} samples"
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
-            write_atomically(self.folder / "results.png", plot([p.shown for p in points], values, errors, label))
+            write_atomically(self.folder / "results.png", plot(shown, values, errors, label))
         metrics = {name for line in self.lines for name in line["metrics"]}
         shown = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in shown]
@@ -138,7 +159,7 @@ def in_words(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def plot(settings: list[dict], values: list[float], errors: list[float], label: str) -> bytes:
+def plot(settings: Sequence[dict], values: list[float], errors: list[float], label: str) -> bytes:
     """Plot a metric with standard errors against the numeric setting that has the most values, and return the plot as a PNG.
 
     Each combination of the other settings has a separate curve.

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from statistics import fmean, stdev
 
 import torch
@@ -45,7 +46,10 @@ class FeaturePair:
         return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
 
     def class_agreement(self) -> float | None:
-        return None if self.labels is None else metrics.class_agreement(self.samples.logits, self.labels)
+        """Compute the class agreement. Returns None without labels, or with labels that the detector does not know."""
+        if self.labels is None or not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.samples.logits.shape[1]:
+            return None
+        return metrics.class_agreement(self.samples.logits, self.labels)
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,20 @@ def find_metric(name: str) -> Metric | None:
 def evaluate(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Compute all metrics of the detector that extracted the features, in METRICS order. Metrics without enough data are omitted.
+    """Compute all metrics of the detector that extracted the features, in METRICS order.
+
+    Metrics without enough data and values that are not finite are omitted.
 
     `labels` [N], int64, contains the requested classes. The neighbour search runs on `device`, as do Frechet distances on CUDA.
     """
     pair = FeaturePair(reference, samples, labels, device)
     values = {metric.name: metric.compute(pair) for metric in metrics_for(samples.detector)}
+    if infinite := [name for name, value in values.items() if value is not None and not isfinite(value)]:
+        log.warning("no %s: the value is NaN or infinite", ", ".join(infinite))
     if missing := [name for name, value in values.items() if value is None]:
-        log.info("no %s: images or labels are missing", ", ".join(missing))
-    return {name: value for name, value in values.items() if value is not None}
+        needs = "images (a distance needs 2, recall 4), statistics, or labels of the detector's classes"
+        log.info("no %s: too few %s", ", ".join(missing), needs)
+    return {name: value for name, value in values.items() if value is not None and isfinite(value)}
 
 
 def jackknife(reference: Features, samples: Features, labels: Tensor | None, num_groups: int) -> dict[str, list[float]]:
@@ -115,10 +124,9 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
     values: dict[str, list[float]] = {}
     for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
         rows = torch.cat([torch.arange(int(group[0])), torch.arange(int(group[-1]) + 1, len(samples))])
-        without = replace(samples, statistics={}, **{name: x[rows] for name, x in samples.tensors().items()})
-        pair = FeaturePair(reference, without, None if labels is None else labels[rows], "cpu")
+        pair = FeaturePair(reference, samples.select(rows), None if labels is None else labels[rows], "cpu")
         for metric in metrics_for(samples.detector):
-            if metric.in_jackknife and (value := metric.compute(pair)) is not None:
+            if metric.in_jackknife and (value := metric.compute(pair)) is not None and isfinite(value):
                 values.setdefault(metric.name, []).append(value)
     return values
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from common.errors import UserError, as_user_error
 from common.files import hash_file
+from common.images import are_same_colour
 from common.progress import log_if_slow, progress_bar
 from configs import schema
 from evaluations.features import Detector, Features, extract, features_of_images, join_features, read_cache, write_cache
-from evaluations.images import ImageSet, open_images
+from evaluations.images import ImageSet, NpzImages, fixed_order
 from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
+from sampling.image_sets import holds_shards, open_image_set
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -66,25 +68,39 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
 def open_reference(
     path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
 ) -> ImageSet:
-    """Open the reference at `path`. If `path` is a folder, its images are cropped to `resolution` with ADM's centre crop.
+    """Open the reference at `path`. If `path` is a folder of images, they are cropped to `resolution` with ADM's centre crop.
 
     Args:
         detectors: Names of the detectors that will be applied to the reference.
+        resolution: Height of the samples in pixels. Stored images of another height only cause a warning.
+        background: Colour that the training latents have behind transparent images.
 
     Raises:
-        UserError: The reference cannot be opened, or has no images and no statistics for one of the detectors.
+        UserError: The reference cannot be opened, was made with another background, or has fewer than two images and no
+            statistics for one of the detectors.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
         raise UserError(
-            f"{key}: {problem}; give a folder of images or a reference batch (ADM's are at "
+            f"{key}: {problem}; give a folder of images, shards of pixels or a reference batch (ADM's are at "
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
-    images = open_images(path, crop=resolution if Path(path).is_dir() else None, background=background)
+    is_folder = Path(path).is_dir() and not holds_shards(path)
+    images = open_image_set(path, crop=resolution if is_folder else None, background=background)
     check_same(images.quick_fingerprint(), key, images.path)
     for name in detectors:  # checked before the detectors download their weights
-        if len(images) == 0 and name not in images.statistics:
-            raise UserError(f"{key}={path} holds no images and no statistics of the {name} detector")
+        if len(images) < 2 and name not in images.statistics:
+            number = "only one image" if len(images) else "no images"
+            raise UserError(f"{key}={path} holds {number} and no statistics of the {name} detector")
+    if len(images) and resolution not in (None, images.shape[1]):
+        size = f"{images.shape[2]}x{images.shape[1]} pixels"
+        log.warning("%s=%s holds images of %s, but the samples have a height of %d pixels", key, path, size, resolution)
+    if images.background is not None and not are_same_colour(images.background, background):
+        made = f"{key}={path} was made with background={images.background}, but evaluation.background={background}"
+        raise UserError(f"{made}; make it again with background={background}, or set evaluation.background={images.background}")
+    if images.background is None and isinstance(images, NpzImages) and not images.statistics:
+        words = f"{key}={path} does not say which colour is behind its transparent images; evaluation.background={background}"
+        log.warning("%s. If it has such images, make it again: `prepare_latents.py reference` now stores the colour", words)
     return images
 
 
@@ -141,15 +157,19 @@ class Evaluator:
 
         return shared_features(self.accelerator, len(labels), compute)
 
-    def features_of_set(self, images: ImageSet, num_samples: int) -> list[Features]:
-        """Compute features of the first `num_samples` images with each detector. Returns [] except on the main process.
+    def features_of_set(self, images: ImageSet, num_samples: int) -> tuple[list[Features], np.ndarray | None]:
+        """Compute features of the first `num_samples` images in `fixed_order` with each detector. Also return their labels.
 
         If `num_samples` covers all images in the file, the features include statistics stored in the file, as in ADM's evaluator.
+        The features are [] except on the main process.
         """
-        features = self._features_of(images, self.detectors, num_samples)
+        items = fixed_order(len(images))[:num_samples]
+        ascending = np.sort(items)  # an .npz can only be read forwards
+        rows = torch.from_numpy(np.searchsorted(ascending, items))
+        features = [x.select(rows) for x in self._features_of(images, self.detectors, ascending)]
         if num_samples == len(images):
             features = [replace(x, statistics=images.statistics.get(x.detector, {})) for x in features]
-        return features
+        return features, None if images.labels is None else images.labels[items]
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
         """Compute the metrics of sample features against the reference. Only the main process can call this method.
@@ -173,16 +193,19 @@ class Evaluator:
         is_main = self.accelerator.is_main_process
         features = read_cache(self.cache, images, detector) if is_main else None
         if on_main(lambda: features is None):  # other nodes may see another cache folder
-            computed = self._features_of(images, [detector], len(images))
+            computed = self._features_of(images, [detector], range(len(images)))
             if is_main:
                 features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
         return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
-    def _features_of(self, images: ImageSet, detectors: Sequence[Detector], count: int) -> list[Features]:
-        """Compute features of the first `count` images with each detector. Returns [] except on the main process."""
-        is_main = self.accelerator.is_main_process
-        compute = partial(features_of_images, images, detectors, self.batch_size, show_progress=is_main)
-        return shared_features(self.accelerator, count, compute)
+    def _features_of(self, images: ImageSet, detectors: Sequence[Detector], items: Sequence[int]) -> list[Features]:
+        """Compute features of the images with the ascending indices `items`. Returns [] except on the main process."""
+
+        def compute(start: int, stop: int) -> list[Features]:
+            is_main = self.accelerator.is_main_process
+            return features_of_images(images, detectors, self.batch_size, items[start:stop], show_progress=is_main)
+
+        return shared_features(self.accelerator, len(items), compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:

@@ -27,6 +27,8 @@ from sampling.sampler import draw_labels
 
 log = logging.getLogger(__name__)
 
+NUM_GROUPS = 10  # groups of samples for the jackknife
+
 
 @dataclass
 class Judge:
@@ -79,7 +81,8 @@ class Judge:
 
     def results(self, num_samples: int) -> Results:
         """Open the results folder for evaluations with `num_samples` samples. Every process must call this method."""
-        seeds = {} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
+        # Earlier versions took images on disk in the order of the files. Results without this entry are therefore not comparable.
+        seeds = {"order": "fixed"} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         detector = "+".join(self.cfg.evaluation.all_detectors)
         conditions = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
         conditions |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
@@ -88,20 +91,31 @@ class Judge:
         return Results(self.output, conditions, about)
 
     def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
-        """Evaluate the points that have no stored results yet. Returns the results of all points."""
+        """Evaluate the points that have no stored results yet. Returns the results of all points.
+
+        If one of several checkpoints was removed before its first point, its points are left out.
+        """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
+        if num_samples < 2 * NUM_GROUPS:
+            log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
         finished = []
 
         def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
-            results.add(point, metrics, self.evaluator.jackknife(features, labels, num_groups=10), cost)
+            results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
             log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
 
         with ThreadPoolExecutor(1) as thread:  # a thread computes standard errors while we sample the next point
             for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
                 on_main(lambda: [future.result() for future in finished if future.done()])
-                features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
+                try:
+                    features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
+                except store.CheckpointRemoved as e:
+                    if len(self.folders) == 1 or self.accelerator.num_processes > 1:
+                        raise  # see `retry_if_removed`
+                    log.warning("%s; it is left out", e)
+                    continue
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))
@@ -111,8 +125,7 @@ class Judge:
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
         """Compute the features of a point's images. Also return the class labels of the images and the cost per sampled image."""
         if recipe is None:
-            labels = self.images.labels
-            return self.evaluator.features_of_set(self.images, num_samples), None if labels is None else labels[:num_samples], {}
+            return *self.evaluator.features_of_set(self.images, num_samples), {}
         seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
         labels = draw_labels(seeds, recipe.run.data.num_classes, self.cfg.labels)
         sampler = recipe.load(self.accelerator.device, self.cfg.compile)

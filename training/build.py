@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from checkpoints.run import RunFolder
 from common.errors import UserError
+from common.images import are_same_colour
 from common.progress import log_if_slow
 from configs import schema
 from latents import autoencoders
@@ -98,7 +99,8 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
     """Open the validation latents in eval.validation, which are normalized like the training latents.
 
-    Raise UserError if the validation latents do not match the training latents, or if eval.every is 0.
+    Raise UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they are
+    training latents, or if only one of the two folders says how its images were made.
     """
     if not cfg.eval.validation:
         return None
@@ -113,6 +115,17 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
         if here != there and (key != "class_names" or None not in (here, there)):
             raise UserError(f"eval.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
+    here, there = (data.settings.get("background") for data in (validation, dataset))
+    if here and there and not are_same_colour(here, there):
+        problem = f"it was encoded with background={here}, but data.path={dataset.path} with background={there}"
+        raise UserError(f"eval.validation={validation.path}: {problem}")
+    if bool(here) != bool(there):
+        silent, told = (validation, dataset) if there else (dataset, validation)
+        words = f"{silent.path} does not say which colour is behind its transparent images; {told.path} has {here or there}"
+        log.warning("eval.validation: %s", words)
+    if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
+        of = f"{len(shared)} of the {len(validation.files)} shards of {validation.path}"
+        log.warning("eval.validation: data.path=%s holds %s, so they measure a loss on training latents", dataset.path, of)
     validation.info = dataset.info
     return validation
 

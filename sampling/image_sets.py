@@ -1,0 +1,61 @@
+"""Open sets of images on disk: folders of images, .npz files, and shards of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from evaluations.images import ImageSet, open_images
+from latents.shards import LatentDataset, shard_files
+
+
+class PixelShards:
+    """Images in shards of autoencoder=identity, whose latents are the pixels. Raises UserError for other shards."""
+
+    statistics = {}
+
+    def __init__(self, path: str | Path):
+        self.path, self._dataset = Path(path), LatentDataset(path)
+        if (autoencoder := self._dataset.info.autoencoder) != "identity":
+            command = "`python prepare_latents.py reference images=<the images> output=<file.npz>`"
+            raise UserError(f"{path} holds latents of autoencoder={autoencoder}, not images; give their images, or run {command}")
+        self.shape = (len(self._dataset), self._dataset.height, self._dataset.width, 3)
+        self.labels: np.ndarray | None = self._dataset.labels
+        self.background: str | None = self._dataset.settings.get("background")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        items = np.arange(len(self)) if items is None else np.asarray(items)
+        for i in range(0, len(items), batch_size):
+            part = items[i : i + batch_size]
+            yield self._dataset.fetch_with_images(part, np.zeros(len(part), dtype=bool))[2].numpy()
+
+    def quick_fingerprint(self) -> str:
+        return self._dataset.fingerprint
+
+    fingerprint = quick_fingerprint
+
+
+def holds_shards(path: str | Path) -> bool:
+    """Return whether a path is a shard or a folder of shards."""
+    path = Path(path)
+    return path.suffix == ".safetensors" or (path.is_dir() and bool(shard_files(path)))
+
+
+def open_image_set(
+    path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
+) -> ImageSet:
+    """Open images on disk. `evaluations.images.ImageFolder` documents the other arguments, which shards of pixels do not need.
+
+    Raises UserError if the images cannot be used, or if `path` is the folder of a run, whose pictures are grids and plots.
+    """
+    if holds_shards(path):
+        return PixelShards(path)
+    if all((Path(path) / name).exists() for name in ("config.yaml", "checkpoints")):
+        raise UserError(f"{path} is the folder of a run, which holds grids and plots; give a folder of images, or an .npz")
+    return open_images(path, convert_to_rgb, crop, background)
