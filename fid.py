@@ -31,7 +31,7 @@ def main(cfg: FidConfig) -> None:
     from evaluations.suite import metrics_for
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
-    from runtime.processes import check_same, check_shared, on_main
+    from runtime.processes import check_same, check_shared, keep_on_main, on_main
     from sampling.evaluator import open_reference
     from sampling.judge import Judge
 
@@ -76,12 +76,8 @@ def main(cfg: FidConfig) -> None:
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     judge = Judge(cfg, accelerator, folders, images, reference, output)
     points = judge.points()
-    with contextlib.ExitStack() as stack:
-
-        def lock() -> None:
-            stack.enter_context(lock_file(output / ".lock", "evaluating into", "output"))
-
-        on_main(lock)
+    lock = keep_on_main(lambda: lock_file(output / ".lock", "evaluating into", "output"))
+    with lock or contextlib.nullcontext():
         results = judge(points, num_samples)
         if accelerator.is_main_process:
             sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))

@@ -41,7 +41,7 @@ def main(cfg: SampleConfig) -> None:
     from checkpoints.resume import find_checkpoint_on_main
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
-    from runtime.processes import check_shared, on_main, wait_for_all
+    from runtime.processes import check_shared, keep_on_main, on_main, wait_for_all
     from sampling.recipe import Recipe
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
@@ -52,8 +52,7 @@ def main(cfg: SampleConfig) -> None:
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
-    locks: list[IO] = []  # contains the folder lock on the main process and is empty on other processes
-    on_main(lambda: locks.append(open_output(output, settings)))
+    lock = keep_on_main(lambda: open_output(output, settings))
     check_shared(output / "settings.yaml", "output")
     files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
     missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
@@ -66,7 +65,7 @@ def main(cfg: SampleConfig) -> None:
     wait_for_all()
     if accelerator.is_main_process:
         write_grid_and_npz(output, cfg.npz, files, labels)
-        locks[0].close()
+        lock.close()
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
