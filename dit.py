@@ -144,6 +144,33 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
+class RouteEnd(nn.Module):
+    """The end of a route in TREAD: kept tokens return to their positions among the tokens that skipped the route.
+
+    This is also the base class of other route ends, which have the same signature (see `DiT.route_end_class`).
+
+    Attributes:
+        is_called_at_ratio_0: Whether the route end also changes tokens if no token skips the route.
+    """
+
+    is_called_at_ratio_0 = False
+
+    def __init__(self, width: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, x_before: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
+        """Args:
+            x: Kept tokens after the route, (B, K, D). At ratio 1, K is 0.
+            x_before: All tokens before the route, (B, N, D).
+            ids_keep: Positions of the kept tokens, (B, K) int64. At ratio 0, x contains all tokens and ids_keep is None.
+            inputs: The `route_inputs` of `DiT.forward`.
+
+        Returns:
+            All tokens after the route, (B, N, D).
+        """
+        return TokenRouter.end_route(x, x_before, ids_keep)
+
+
 class DiT(nn.Module):
     """The DiT network. In training mode, some tokens skip the routes. In evaluation mode, no token skips a block by default.
 
@@ -160,8 +187,7 @@ class DiT(nn.Module):
     """
 
     block_class: type[nn.Module] = DiTBlock
-    # Class of the module at a route's end, such as `extras.sprint.Fusion`. If it is None, `TokenRouter.end_route` ends the route.
-    route_end_class: type[nn.Module] | None = None
+    route_end_class: type[RouteEnd] = RouteEnd  # class of the modules that end the routes
 
     def __init__(
         self,
@@ -196,14 +222,16 @@ class DiT(nn.Module):
 
         self.router = TokenRouter(routes, depth)
         # Route modules are named after the route's blocks, so that weights cannot load into a route at other blocks.
-        names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes if self.route_end_class]
+        names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-        self.fp32_layers = {r.end_layer_idx + 1 for r in self.router.routes} if fp32_after_route else set()
+        self.fp32_after_route = fp32_after_route
         self.initialize_weights(init)
 
     def initialize_weights(self, init: str) -> None:
         """Initialise all linear layers in the same way, and then initialise the exceptions (DiT, section 3)."""
+        if init not in ("adaln_zero", "official_tread"):
+            raise ValueError(f"init={init!r} must be adaln_zero or official_tread")
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -237,7 +265,7 @@ class DiT(nn.Module):
             y: Labels (B,) int64, 0 to num_classes, which is the null class. Out-of-range labels crash the process on a GPU.
             drop_labels: Mask (B,) bool of labels to replace with the null class. By default, training mode draws a random mask.
             route_noise: Uniform noise (B, R, N) in [0, 1) for the selection rule. By default, the network draws the noise.
-            route_inputs: Extra input (B, ...) for the `route_end_class` modules.
+            route_inputs: Extra input (B, ...) for the route ends.
             selection_ratios: Fraction of tokens that skip the routes (one number, or one per route), in training and evaluation
                 mode. At ratio 1, all tokens skip. By default, training mode uses the routes' ratios, and evaluation mode uses 0.
             generator: Generator for the random numbers that the network draws.
@@ -252,6 +280,9 @@ class DiT(nn.Module):
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast silently
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
+        shape = (len(x), len(self.router.routes), self.num_tokens)
+        if route_noise is not None and route_noise.shape != shape:
+            raise ValueError(f"route_noise has shape {tuple(route_noise.shape)}; these latents, routes and tokens need {shape}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
 
@@ -259,32 +290,31 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [i for i, ratio in enumerate(ratios) if ratio > 0 or self.route_end_class]
-        starts = {self.router.routes[i].start_layer_idx: i for i in active}  # maps block index to route index
-        ends = {self.router.routes[i].end_layer_idx: i for i in active}
-        in_fp32 = self.fp32_layers & {end + 1 for end in ends}
-
-        ids_keep, all_tables = None, tables
+        active = {  # maps the first block of each active route to the route's number, ratio, last block and end
+            route.start_layer_idx: (number, ratio, route.end_layer_idx, end)
+            for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values()))
+            if ratio > 0 or end.is_called_at_ratio_0
+        }
+        all_tables, ids_keep, last, after_route = tables, None, None, False
         for i, block in enumerate(self.blocks):
-            if i in starts:
-                noise = None if route_noise is None else route_noise[:, starts[i]]
-                x_before, ratio = h, ratios[starts[i]]  # (B, N, D)
-                if ratio > 0 or self.training:  # Fusion's mask token needs a gradient even at ratio 0
+            if i in active:
+                number, ratio, last, end = active[i]
+                x_before = h  # (B, N, D)
+                if ratio > 0:
+                    noise = None if route_noise is None else route_noise[:, number]
                     ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
             if h.shape[1] > 0:  # at ratio 1, no tokens enter the route
-                h = self._in_fp32(block, h, c, *tables) if i in in_fp32 else block(h, c, *tables)
+                h = self._run(block, after_route, h, c, *tables)
             if on_block is not None:
                 on_block(i + 1, h, ids_keep)
-            if i in ends:
-                if self.route_end_class:
-                    h = [*self.route_end_modules.values()][ends[i]](h, x_before, ids_keep, route_inputs)
-                else:
-                    h = self.router.end_route(h, x_before, ids_keep)  # (B, N, D)
+            after_route = i == last
+            if after_route:
+                h = end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
-        out = self._in_fp32(self.final_layer, h, c) if len(self.blocks) in in_fp32 else self.final_layer(h, c)  # (B, N, p*p*C)
+        out = self._run(self.final_layer, after_route, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
@@ -301,10 +331,9 @@ class DiT(nn.Module):
         """
         return ()
 
-    @staticmethod
-    def _in_fp32(layer: Callable[..., Tensor], h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
-        """Run the layer in float32 if autocast is enabled. Otherwise, run the layer in its own precision."""
-        if not torch.is_autocast_enabled(h.device.type):
+    def _run(self, layer: Callable[..., Tensor], after_route: bool, h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
+        """Run a block or the final layer. After a route, `fp32_after_route` disables autocast for the layer."""
+        if not (after_route and self.fp32_after_route and torch.is_autocast_enabled(h.device.type)):
             return layer(h, c, *tables)
         with torch.autocast(h.device.type, enabled=False):
             return layer(h.float(), c.float(), *tables)

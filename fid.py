@@ -91,11 +91,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> Non
     judge = Judge(cfg, accelerator, folders, images, reference, output)
     points = judge.points()
     with contextlib.ExitStack() as stack:
-
-        def lock() -> None:
-            stack.enter_context(lock_folder(output, "evaluating into", "output"))
-
-        on_main(lock)
+        on_main(lambda: stack.enter_context(lock_folder(output, "evaluating into", "output")))
         results = judge(points, num_samples)
         if accelerator.is_main_process:
             sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))

@@ -28,8 +28,7 @@ def main(cfg: TrainConfig) -> None:
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
-    from checkpoints.load import build_network
-    from checkpoints.resume import check_initial, find_initial, open_run
+    from checkpoints.resume import check_initial, find_initial, open_existing_run, start_run
     from checkpoints.run import RunFolder
     from runtime import processes
     from runtime.compilation import check_machine
@@ -53,15 +52,15 @@ def main(cfg: TrainConfig) -> None:
     initial = find_initial(run, cfg.init_from)
     if initial is not None:
         check_initial(initial, cfg)
-    # An existing run is opened before any slow work. A new run is opened later, so that an error leaves no folder behind.
-    newest = open_run(run, cfg) if processes.on_main(run.path.exists) else None
+    newest = open_existing_run(run, cfg)
 
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
-    net = build_network(cfg)
+    net = cfg.model.build(cfg.data)
     ema = build.build_ema(train, net)
     hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
-    newest = newest or open_run(run, cfg)
+    if newest is None:  # only now, so that an error in the settings leaves no folder behind
+        start_run(run, cfg)
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import dit
 from checkpoints import store
 from common.errors import UserError, first_line
 from configs import schema
@@ -33,22 +32,6 @@ def _load_config(folder: Path, content: str) -> schema.TrainConfig:
         raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
 
 
-def build_network(cfg: schema.TrainConfig) -> dit.DiT:
-    """Build the network of a configuration whose data.* keys are set. Raise UserError for invalid routes or sizes."""
-    model = cfg.model
-    settings = {name: getattr(model, name) for name in type(model).model_fields if name not in ("name", "backbone")}
-    settings |= {key: getattr(cfg.data, key) for key in ("input_size", "in_channels", "num_classes")}
-    try:
-        if model.selection == "grid":
-            from extras import sprint  # imported only for model.selection=grid
-
-            side = cfg.data.input_size // model.sizes["patch_size"]
-            settings["selection"] = sprint.grid_rule(side, side)
-        return model.module.build(model.backbone, **settings)
-    except ValueError as e:
-        raise UserError(f"model: {e}") from e
-
-
 def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
     """Load a verified checkpoint's network in evaluation mode. The last two networks are cached, because sweeps reuse networks.
 
@@ -64,7 +47,8 @@ def _load_network(folder: Path, content: str, weights: Any, device: torch.device
     gc.collect()  # compiled networks contain reference cycles, which would keep earlier networks on the device
     stored = store.load_weights(folder, weights) if weights in store.WEIGHTS else weights.load()
     with torch.device("meta"):  # skip the random initialization
-        net = build_network(load_config(folder)).eval().requires_grad_(False)
+        cfg = load_config(folder)
+        net = cfg.model.build(cfg.data).eval().requires_grad_(False)
     store.check_tensors(folder / store.WEIGHTS.get(weights, ""), stored, net.state_dict())
     net.to_empty(device=device).load_state_dict(stored)
     compile_network(net, resolve_compile(compile_mode, device))

@@ -17,26 +17,37 @@ from runtime.processes import check_shared, on_main
 log = logging.getLogger(__name__)
 
 
-def open_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
-    """Open and lock the run folder. Return the checkpoint from which the run resumes (see `find_resume` and `check_resume`).
+def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
+    """Open and lock the folder of an existing run. Return the checkpoint from which it resumes (`find_resume`, `check_resume`).
 
-    Without a checkpoint, return None, and rename the results of a run with other settings.
+    Return None if the folder does not exist or contains no checkpoint. `start_run` then starts the run.
+    """
+    if not on_main(run.path.exists):
+        return None
+    on_main(run.open)
+    newest = find_resume(run, cfg.resume)
+    if newest is not None:
+        check_resume(newest, cfg)
+    return newest
+
+
+def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
+    """Open and lock the folder of a run that starts at step 0, and rename the results of a run with other settings.
+
+    Raise UserError if another process has trained the run since `open_existing_run` looked for it.
     """
 
-    def keep_other_results() -> None:
+    def open_and_rename() -> None:
+        run.open()
+        if store.list_steps(run.checkpoints):
+            raise UserError(f"another process has trained {run.path} since this start; run the same command to resume")
         with contextlib.suppress(UserError):  # the file is not a configuration
             if run.config.exists() and not schema.differences(store.read_config(run.path), cfg):
                 return
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results()
 
-    on_main(run.open)
-    newest = find_resume(run, cfg.resume)
-    if newest is None:
-        on_main(keep_other_results)
-    else:
-        check_resume(newest, cfg)
-    return newest
+    on_main(open_and_rename)
 
 
 def find_resume(run: RunFolder, resume: str) -> Path | None:

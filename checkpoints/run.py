@@ -6,12 +6,24 @@ import json
 import logging
 import secrets
 from pathlib import Path
+from typing import Literal
 
 from omegaconf import OmegaConf
 
 from common.files import lock_file, read_lines, remove_leftovers, write_atomically
 
 log = logging.getLogger(__name__)
+
+
+# Kinds of lines in metrics.jsonl, with the field that only lines of this kind have. All lines have a `step`.
+# training: losses and speed since the previous training line, and norms (`Trainer.pop_metrics`, `training.metrics.METRICS`)
+# evaluation: `metrics` of samples or held-out latents, and what identifies the evaluation (`training.hooks.EvaluationHook`)
+FIELD_OF_KIND = {"training": "loss", "evaluation": "metrics"}
+
+
+def read_metrics(file: Path, kind: Literal["training", "evaluation"]) -> list[dict]:
+    """Return all lines of one kind in a run's metrics.jsonl, or [] if the file is missing. Raise UserError if reading fails."""
+    return [line for line in read_lines(file) if FIELD_OF_KIND[kind] in line]
 
 
 class RunFolder:
@@ -47,7 +59,7 @@ class RunFolder:
 
     def has_evaluation(self, about: dict) -> bool:
         """Return whether metrics.jsonl contains an evaluation with the fields in `about`."""
-        return any("metrics" in line and about.items() <= line.items() for line in read_lines(self.metrics))
+        return any(about.items() <= line.items() for line in read_metrics(self.metrics, "evaluation"))
 
     def keep_until(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

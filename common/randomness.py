@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,28 +28,35 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. randn(*shape) and rand(*shape) return [B, *shape]. Subclasses define `_draw`.
+    """Random numbers for B samples. Every method returns one row per sample. Subclasses define `_draw`.
 
     Attributes:
-        quantiles: Quantiles in [0, 1] of the noise levels, [B], which a diffusion's loss draws without a shape. A second call
-            without a shape raises RuntimeError. Draw other numbers with a shape, such as (1,).
+        quantiles: Quantiles in [0, 1] of the noise levels, [B], after `noise_level` has been called.
     """
 
     quantiles: Tensor | None = None
 
     def randn(self, *shape: int) -> Tensor:
-        numbers = self._draw(torch.randn, shape)
-        return numbers if shape else self._keep_quantiles(numbers, torch.special.ndtr(numbers))
+        """Draw standard normal numbers [B, *shape]."""
+        return self._draw(torch.randn, shape)
 
     def rand(self, *shape: int) -> Tensor:
-        numbers = self._draw(torch.rand, shape)
-        return numbers if shape else self._keep_quantiles(numbers, numbers)
+        """Draw uniform numbers in [0, 1), [B, *shape]."""
+        return self._draw(torch.rand, shape)
 
-    def _keep_quantiles(self, numbers: Tensor, quantiles: Tensor) -> Tensor:
+    def noise_level(self, distribution: Literal["normal", "uniform"]) -> Tensor:
+        """Draw the numbers [B] from which a loss computes its noise levels, and store their quantiles for `loss_by_level`.
+
+        The noise levels must increase with the numbers. A loss calls this method once. A second call raises RuntimeError.
+        """
         if self.quantiles is not None:
-            raise RuntimeError("a second draw without a shape would replace the quantiles of the noise levels")
-        self.quantiles = quantiles
+            raise RuntimeError("a second call of noise_level would replace the quantiles of the noise levels")
+        numbers = self._draw_noise_level(torch.randn if distribution == "normal" else torch.rand)
+        self.quantiles = torch.special.ndtr(numbers) if distribution == "normal" else numbers
         return numbers
+
+    def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
+        return self._draw(draw, ())
 
 
 class SeedRandom(SampleRandom):

@@ -95,6 +95,20 @@ class Model(Settings):
 
         return look_up_sizes(self.backbone, self.module.BACKBONES)
 
+    def build(self, data: Data) -> Any:
+        """Build the network, a `dit.DiT`, for latents whose data.* keys are set. Raise UserError for invalid routes or sizes."""
+        settings = {key: value for key, value in self if key not in ("name", "backbone")}
+        settings |= {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
+        try:
+            if self.selection == "grid":
+                from extras import sprint  # imported only for model.selection=grid
+
+                side = data.input_size // self.sizes["patch_size"]
+                settings["selection"] = sprint.grid_rule(side, side)
+            return self.module.build(self.backbone, **settings)
+        except ValueError as e:
+            raise UserError(f"model: {e}") from e
+
 
 class SPRINTModel(Model):
     name: Literal["sprint", "lightningdit_sprint"]
@@ -176,7 +190,7 @@ class Train(Settings):
     num_steps: PositiveInt | None  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: PositiveInt
     grad_accum_steps: PositiveInt
-    optimizer: Literal["adamw", "muon"] = "adamw"  # a name in training.optimizers.OPTIMIZERS
+    optimizer: Literal["adamw"] = "adamw"  # a name in training.optimizers.OPTIMIZERS
     lr: PositiveFloat
     warmup_steps: NonNegativeInt
     schedule: Literal["constant", "cosine", "inverse_sqrt"]

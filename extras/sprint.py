@@ -42,29 +42,28 @@ def _grid_scores(x: Tensor, noise: Tensor, grid: tuple[int, int, int, int]) -> T
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + noise  # (B, N)
 
 
-class Fusion(nn.Module):
+class Fusion(dit.RouteEnd):
     """Combine the values of each token before and after a route with a linear layer, Linear([before, after]).
 
     A learned mask token, initially zero, replaces `after` for skipped tokens. `DiT` initialises the layer like its other layers.
     """
 
+    is_called_at_ratio_0 = True
+
     def __init__(self, width: int):
-        super().__init__()
+        super().__init__(width)
         self.mask_token = nn.Parameter(torch.zeros(width))
         self.proj = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, x_before: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """Args:
-            x: Kept tokens after the route, (B, K, D). K may be 0.
-            x_before: All tokens before the route, (B, N, D).
-            ids_keep: Kept positions from `choose_ids_keep`, (B, K). None if x contains all tokens (ratio 0 in evaluation mode).
-            inputs: True for each sample in which the mask token replaces the complete route output (path-drop), (B,) bool.
+        """Return the combined tokens (B, N, D). See `dit.RouteEnd` for the arguments.
 
-        Returns:
-            Combined tokens, (B, N, D).
+        `inputs`, (B,) bool, is True for each sample in which the mask token replaces the complete route output (path-drop).
         """
         masked = self.mask_token.to(x_before.dtype).expand_as(x_before)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
+        if inputs is None and ids_keep is None:  # the mask token gets a gradient of zero, because DDP requires a gradient
+            inputs = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         if inputs is not None:
             after = torch.where(inputs[:, None, None], masked, after)
         return self.proj(torch.cat([x_before, after], dim=2)).to(x_before.dtype)  # under autocast, the residual stream is float32

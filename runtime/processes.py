@@ -61,6 +61,16 @@ def on_main(action: Callable[[], T]) -> T:
     return value
 
 
+def keep_on_main(action: Callable[[], T]) -> T | None:
+    """Call `action` in the main process, which alone gets the result, such as an open file. Other processes return None.
+
+    A UserError is also raised on every process.
+    """
+    kept: list[T] = []
+    on_main(lambda: kept.append(action()))
+    return kept[0] if kept else None
+
+
 def wait_for_all() -> None:
     """Wait until every process calls this function. After WAIT_TIMEOUT, an error on the main process names a missing process."""
     if _group is not None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
+from torch.nn import functional as F
 
 from common.errors import UserError, as_user_error
 from common.files import hash_file
 from common.images import are_same_colour
+from common.interruption import until_stopped
 from common.progress import log_if_slow, progress_bar
 from configs import schema
-from evaluations.features import Detector, Features, extract, features_of_images, join_features, read_cache, write_cache
+from evaluations.features import Detector, Features, extract, features_of_images, read_cache, write_cache
 from evaluations.images import ImageSet, NpzImages, fixed_order
 from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
@@ -26,8 +27,6 @@ from sampling.image_sets import holds_shards, open_image_set
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
@@ -104,18 +103,6 @@ def open_reference(
     return images
 
 
-class Interrupted(Exception):
-    """Raised when a signal stops sampling early."""
-
-
-def until_stopped(batches: Iterable[T], stop: Callable[[], bool]) -> Iterator[T]:
-    """Yield the batches, calling `stop` before each batch. Raises Interrupted if `stop` returns True."""
-    for batch in batches:
-        if stop():
-            raise Interrupted
-        yield batch
-
-
 class Evaluator:
     """Computes image features on all processes, and metrics against one reference on the main process.
 
@@ -149,7 +136,9 @@ class Evaluator:
         all_seeds = list(labels)
 
         def compute(start: int, end: int) -> list[Features]:
-            batches = [all_seeds[i : min(i + self.batch_size, end)] for i in range(start, end, self.batch_size)]
+            own = all_seeds[start:end]
+            own += all_seeds[-1:] * (end - start - len(own))  # all processes have equally many batches, as they call `stop`
+            batches = [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
             images = (sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
@@ -202,28 +191,29 @@ class Evaluator:
         """Compute features of the images with the ascending indices `items`. Returns [] except on the main process."""
 
         def compute(start: int, stop: int) -> list[Features]:
+            own = items[start:stop] if start < len(items) else items[-1:]  # a range after the last item contains the last item
             is_main = self.accelerator.is_main_process
-            return features_of_images(images, detectors, self.batch_size, items[start:stop], show_progress=is_main)
+            return features_of_images(images, detectors, self.batch_size, own, show_progress=is_main)
 
         return shared_features(self.accelerator, len(items), compute)
 
 
 def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Divide `count` items among processes that each call compute(start, stop) once. Returns [] except on the main process."""
-    num_processes = accelerator.num_processes
-    if num_processes == 1 or count < num_processes:
-        features = compute(0, count)  # every process computes, because `compute` may call collectives
+    """Divide `count` items among processes that each call compute(start, stop) once. Returns [] except on the main process.
+
+    All processes have ranges of the same length, which may end after the last item. Their features are padded, and trimmed to
+    `count` items after gathering.
+    """
+    if accelerator.num_processes == 1 or count == 0:
+        features = compute(0, count)
         return features if accelerator.is_main_process else []
-    # All ranges must have the same length for gathering, so the last ranges may overlap. `kept` excludes the overlapping items.
-    length = -(-count // num_processes)
-    starts = [min(rank * length, count - length) for rank in range(num_processes)]
-    kept = [end - start for start, end in pairwise([*starts, count])]
-    features = compute(starts[accelerator.process_index], starts[accelerator.process_index] + length)
-    gathered = [{name: gather_on_main(tensor) for name, tensor in x.tensors().items()} for x in features]
-    if not accelerator.is_main_process:
-        return []
-    detectors = [x.detector for x in features]
-    return join_features(
-        [Features(name, **{key: x[rank][:num] for key, x in parts.items()}) for name, parts in zip(detectors, gathered)]
-        for rank, num in enumerate(kept)
-    )
+    length = -(-count // accelerator.num_processes)
+    start = accelerator.process_index * length
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        parts = gather_on_main(F.pad(tensor, (0, 0, 0, length - len(tensor))))
+        return torch.cat(parts)[:count] if parts else None
+
+    features = compute(start, start + length)
+    gathered = [Features(x.detector, **{name: gather(tensor) for name, tensor in x.tensors().items()}) for x in features]
+    return gathered if accelerator.is_main_process else []

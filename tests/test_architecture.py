@@ -22,12 +22,12 @@ FLOORS = [
     ["routing_module"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras import anything
-# Modules that import extras for a setting that selects them. configs/schema.py names those of model= and diffusion= as text.
+# Modules that import extras for a setting that selects them. configs/schema.py also names modules as text.
 REGISTRY = {
     "configs.compose": {"extras.experiments"},
     "training.build": {"extras.alignment", "extras.tracked_ema"},
     "sampling.recipe": {"extras.posthoc_ema"},
-    "checkpoints.load": {"extras.sprint"},
+    "configs.schema": {"extras.sprint"},
 }
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import REPOSITORY, checked, make_shard
 
-from checkpoints import load
 from common.errors import UserError
 from configs import schema
 from configs.settings import flatten
@@ -28,7 +27,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
     given = checked(overrides)
     cfg, dataset = build.open_data(given)
     with torch.device("meta"):
-        net = load.build_network(cfg)
+        net = cfg.model.build(cfg.data)
     assert len(net.router.routes) == (model.endswith(("tread", "sprint")))
     assert net.num_tokens == (cfg.data.input_size // (1 if "lightning" in model and data != "digits" else 2)) ** 2
     assert cfg.diffusion.name == diffusion and type(cfg.diffusion).__name__.lower() == diffusion

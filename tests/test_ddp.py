@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import checked, losses, make_shard, metrics, run_train
-from ddp_runs import BATCH, DENSE, SPRINT, TREAD
+from conftest import checked, losses, make_shard, metrics, renew_manifest, run_train
+from ddp_runs import BATCH, DENSE, LEVELS, SPRINT, TREAD
 from forked import launch
 from gpu.runs import SMALL, keys_of_repa
 from PIL import Image, ImageChops
@@ -26,6 +26,7 @@ def runs(tmp_path_factory):
     run_train(folder, "one_tread", *TREAD, f"eval.validation={folder / 'validation'}")
     run_train(folder, "one_dense", *DENSE)
     run_train(folder, "one_sprint", *SPRINT)
+    run_train(folder, "one_levels", *LEVELS)
     keys = keys_of_repa(SMALL, folder)
     run_train(folder, "one_aligned", *BATCH, *keys)
     (folder / "repa.json").write_text(json.dumps(keys))
@@ -71,6 +72,7 @@ def assert_same_checkpoint(first, second, step):
 def test_two_processes_give_the_same_losses_weights_and_averages_as_one(runs, one, two):
     assert list(losses(runs / one)) == [1, 2, 3, 4]
     assert losses(runs / two) == pytest.approx(losses(runs / one), rel=1e-5)
+    assert list(norms(runs / one)) == [1, 2, 3, 4]
     assert norms(runs / two) == pytest.approx(norms(runs / one), rel=1e-5)
     assert_same_checkpoint(runs / one, runs / two, 4)
     if two in ("tread", "cut", "sprint"):
@@ -84,6 +86,23 @@ def test_losses_by_noise_level_equal_those_of_one_process(runs):
         # None means that no sample had such a noise level. The 7 validation items have no sample at three levels.
         assert [x is None for x in found] == [x is None for x in expected] and None in expected
         assert [x for x in found if x] == pytest.approx([x for x in expected if x], rel=1e-4)
+
+
+@pytest.mark.parametrize("stored", ["the total", "the mean over processes"])  # as checkpoints up to f7b5337
+def test_losses_by_noise_level_stay_correct_if_another_number_of_processes_resumes(runs, tmp_path, stored):
+    run = shutil.copytree(runs / "levels", tmp_path / "levels")
+    shutil.rmtree(run / "checkpoints" / "step_0000004")  # step 2 lies within the interval of the only training line
+    state = json.loads((file := run / "checkpoints" / "step_0000002" / "state.json").read_text())
+    assert sum(state["bin_sums"][1]) == 2 * 8
+    if stored == "the mean over processes":
+        state["bin_sums"] = [[x / 2 for x in row] for row in state["bin_sums"]]
+        file.write_text(json.dumps(state))
+        renew_manifest(file.parent)
+    run_train(tmp_path, "levels", *LEVELS)
+    ((expected,), (found,)) = (metrics(folder) for folder in (runs / "one_levels", run))
+    assert [x is None for x in found["loss_by_level"]] == [x is None for x in expected["loss_by_level"]]
+    pairs = [(x, y) for x, y in zip(found["loss_by_level"], expected["loss_by_level"]) if x is not None]
+    assert len(pairs) > 5 and all(x == pytest.approx(y, rel=1e-4) for x, y in pairs)
 
 
 def test_evaluations_equal_those_of_one_process(runs):

@@ -142,7 +142,6 @@ def test_the_layer_after_a_route_runs_in_float32_under_mixed_precision(end, fp32
     x, t, y, _ = inputs()
     for ratio, fp32_after_route in ((0.5, True), (0.5, False), (0.0, True)):
         net = randomized(small(routes=[Route(ratio, 1, end)], fp32_after_route=fp32_after_route))
-        assert list(net.fp32_layers) == [fp32_layer] * fp32_after_route
         expected = [fp32_layer] if fp32_after_route and ratio > 0 else []
         for is_training, ratios in ((True, None), (False, ratio)):  # in evaluation, sparse guidance gives the ratios
             with torch.autocast("cpu", torch.bfloat16):
@@ -170,6 +169,37 @@ def test_inputs_that_do_not_fit_are_refused():
     for name in arguments:  # one condition must not broadcast over the batch
         with pytest.raises(ValueError, match=rf"{name} has shape \(1,\); 3 latents need \(3,\)"):
             small()(x, **arguments | {name: arguments[name][:1]})
+
+
+def test_noise_of_a_wrong_number_of_routes_and_an_unknown_initialization_are_refused():
+    x, t, y, scores = inputs()
+    for routes, wrong in (("one", scores), ("two", scores[:, :1]), ("two", scores[:1]), ("dense", scores), ("one", scores[:, 0])):
+        with pytest.raises(ValueError, match=r"route_noise has shape .*; these latents, routes and tokens need \(3, "):
+            small(routes=ROUTES[routes])(x, t, y, route_noise=wrong)
+    with pytest.raises(ValueError, match="init='zero' must be adaln_zero or official_tread"):
+        small(init="zero")
+
+
+def test_a_route_end_of_another_class_gets_every_route_and_its_inputs():
+    """The recipe in docs/extending.md: the signature of a route end, K = 0 at ratio 1, and no positions at ratio 0."""
+    calls = []
+
+    class Sum(dit.RouteEnd):
+        is_called_at_ratio_0 = True
+
+        def forward(self, x, x_before, ids_keep, inputs=None):
+            calls.append((x.shape[1], x_before.shape[1], ids_keep if ids_keep is None else ids_keep.shape[1], inputs))
+            return x_before + (x if ids_keep is None else TokenRouter.end_route(x, x_before, ids_keep))
+
+    class Summed(dit.DiT):
+        route_end_class = Sum
+
+    net, (x, t, y, _) = small(Summed, routes=ROUTES["two"]), inputs()
+    assert net.state_dict().keys() == small().state_dict().keys()
+    mark = torch.ones(3)
+    net.train()(x, t, y, route_inputs=mark)
+    net.eval()(x, t, y, selection_ratios=[1.0, 0.0])
+    assert calls == [(12, N, 12, mark), (4, N, 4, mark), (0, N, 0, None), (N, N, None, None)]
 
 
 def test_embedded_patches_are_contiguous():

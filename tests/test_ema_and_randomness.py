@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 
 from common.randomness import SeedRandom
 from sampling.sampler import draw_labels
@@ -57,8 +58,20 @@ def test_sampling_draws_depend_on_the_seed_alone():
     for _ in range(2):
         assert torch.equal(alone.randn(4)[0], together.randn(4)[1])
     assert together.randn().shape == SeedRandom([3, 11, 5], CPU).rand().shape == (3,)
-    with pytest.raises(RuntimeError, match="a second draw without a shape"):
-        together.rand()
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform"])
+def test_only_the_named_draw_stores_the_quantiles_of_the_noise_levels(distribution):
+    random, other = SeedRandom([3, 11, 5], CPU), SeedRandom([3, 11, 5], CPU)
+    random.randn(), random.rand(), random.rand()  # draws without a shape
+    assert random.quantiles is None
+    other.randn(), other.rand(), other.rand()
+    numbers = random.noise_level(distribution)
+    assert torch.equal(numbers, other.randn() if distribution == "normal" else other.rand())
+    expected = norm.cdf(numbers) if distribution == "normal" else numbers
+    assert random.quantiles.numpy() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(RuntimeError, match="a second call of noise_level"):
+        random.noise_level(distribution)
 
 
 def test_classes_of_seeds_are_uniform_or_exactly_balanced():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import checked
 
-from checkpoints.load import build_network
 from common.errors import UserError
 from configs.compose import compose_overrides, find_row
 from extras.experiments import ROWS
@@ -27,7 +26,7 @@ def test_every_experiment_composes_and_builds(name):
     assert cfg.experiment["baseline"] in (None, *ROWS)
     assert bool(cfg.model.routes) == cfg.model.name.endswith(("tread", "sprint")) and cfg.model.init == "adaln_zero"
     with torch.device("meta"):  # shapes and routes, without the memory of a DiT-XL
-        net = build_network(cfg)
+        net = cfg.model.build(cfg.data)
     assert net.num_tokens == (cfg.data.input_size // net.patch_size) ** 2
 
 

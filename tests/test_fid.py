@@ -14,6 +14,7 @@ from PIL import Image
 import fid as script
 from checkpoints import load
 from common.errors import UserError
+from configs import schema
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_for
@@ -271,8 +272,8 @@ def test_results_for_different_labels_or_seeds_are_separate_and_show_these_setti
 
 def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
     load._load_network.cache_clear()
-    built, build = [], load.build_network
-    monkeypatch.setattr(load, "build_network", lambda cfg: built.append(cfg) or build(cfg))
+    built, build = [], schema.Model.build
+    monkeypatch.setattr(schema.Model, "build", lambda model, data: built.append(model) or build(model, data))
     fid("out", f"checkpoints={edm}", "guidance=cfg", "cfg_scale=[1.0,1.5,2.0]", "num_samples=4")
     assert len(built) == 2
 

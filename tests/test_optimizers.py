@@ -9,7 +9,7 @@ from conftest import TINY, checked, losses, metrics, renew_manifest, run_train, 
 from definition import small
 
 from checkpoints import resume, store
-from checkpoints.load import build_network, load_config
+from checkpoints.load import load_config
 from common.errors import UserError
 from configs import schema
 from training.optimizers import OPTIMIZERS
@@ -76,7 +76,8 @@ def test_a_checkpoint_that_counts_its_parameters_resumes_exactly(runs, tmp_path)
     """The checkpoints of earlier versions hold the state dict of torch's AdamW."""
     run, folder = cut_at_3(runs, tmp_path, "adamw")
     state = torch.load(folder / "optimizer.pt")["state"]
-    trained = [name for name, p in build_network(load_config(folder)).named_parameters() if p.requires_grad]
+    cfg = load_config(folder)
+    trained = [name for name, p in cfg.model.build(cfg.data).named_parameters() if p.requires_grad]
     counted = {i: state[name] for i, name in enumerate(trained)}
     torch.save({"state": counted, "param_groups": [{"lr": 1.0, "params": [*counted]}]}, folder / "optimizer.pt")
     renew_manifest(folder)
@@ -108,9 +109,9 @@ def test_a_state_that_does_not_fit_the_parameters_is_refused(runs, tmp_path, cha
 def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs):
     folder = runs / "adamw" / "checkpoints" / store.folder_name(3)
     stored = load_config(folder).model_copy(update={"init_state": "all"})
-    other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "muon"})})
-    assert schema.differences(stored, other, schema.SAME_RUN) == ["train.optimizer: 'adamw' -> 'muon'"]
-    with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'muon'"):
+    other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
+    assert schema.differences(stored, other, schema.SAME_RUN) == ["train.optimizer: 'adamw' -> 'sgd'"]
+    with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
         resume.check_initial(folder, other)
     resume.check_initial(folder, stored)
 

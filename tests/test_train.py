@@ -15,7 +15,7 @@ from conftest import TINY, checked, losses, make_shard, metrics, run_train, wait
 from PIL import Image
 
 from checkpoints import provenance, resume, store
-from checkpoints.load import build_network, load_config
+from checkpoints.load import load_config
 from common.errors import UserError
 from common.randomness import derive_seed
 from latents.order import BatchOrder
@@ -86,7 +86,7 @@ def test_two_training_steps_equal_their_definition(train, tmp_path):
     settings += ["train.lr=1e-2", "train.betas=[0.8,0.9]", "train.weight_decay=0.3", "train.num_steps=2"]
     cfg = load_config(folder_of(run := train("run", *settings), 2))
     set_seed(5)
-    net = build_network(cfg).train()
+    net = cfg.model.build(cfg.data).train()
     optimizer = torch.optim.AdamW(
         [p for p in net.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.3, fused=True
     )

@@ -143,20 +143,22 @@ def build_hooks(
     active += ema.hooks(run, cfg.train.ema_snapshot_every)
     # Check the sampling and evaluation settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
-    recipes = {"grid": Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision)} if cfg.sample.every else {}
+    grid = Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision) if cfg.sample.every else None
+    recipes: dict[float, Recipe] = {}  # by guidance scale
     if is_evaluated:
         for scale in cfg.eval.cfg_scales:
             guidance = schema.CFG(name="cfg", cfg_scale=scale)
             recipes[scale] = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
-    decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if recipes else None
+    decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
     mode = resolve_compile(cfg.train.compile, accelerator.device)
     compile_network(ema.net, mode)
-    samplers = {key: recipe.image_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
-    if cfg.sample.every:
-        active.append(hooks.SampleGrids(run, cfg.sample.every, samplers.pop("grid")))
+    if grid:
+        sampler = grid.image_sampler(ema.net, decoder, accelerator.device, mode)
+        active.append(hooks.SampleGrids(run, cfg.sample.every, sampler))
     if is_evaluated:
+        samplers = {key: recipe.image_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)

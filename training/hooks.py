@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.files import append_line, open_atomically
 from common.images import labelled_grid
+from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
-from runtime.processes import on_main
-from sampling.evaluator import Evaluator, hash_weights, until_stopped
+from runtime.processes import keep_on_main, on_main
+from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import sampler_settings, with_sampler
 from sampling.sampler import ImageSampler, draw_labels
+from training.metrics import METRICS
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -28,17 +31,21 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LogMetrics(Hook):
-    """A hook that logs training metrics to metrics.jsonl and to Weights & Biases."""
+    """A hook that writes a training line with losses, speed and `METRICS` to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
     every: int
     check: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
+    measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # the `METRICS` of the last step
+
+    def measure(self, trainer: Trainer) -> None:
+        self.measured = {name: metric(trainer) for name, metric in METRICS.items()}
 
     def __call__(self, trainer: Trainer) -> None:
         self.check()
         if trainer.step == trainer.first_step:
             return
-        record = trainer.pop_metrics()
+        record = trainer.pop_metrics() | {name: float(value) for name, value in self.measured.items()}
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, record)
         track(trainer.accelerator, record)
@@ -74,7 +81,8 @@ class SampleGrids(Hook):
         images = []  # filled only on the main process
         for start in until_stopped(bar, trainer.stop.poll_now):
             batch = slice(start, start + size)
-            on_main(lambda batch=batch: images.extend(self.sampler(seeds[batch], labels[batch])))
+            sampled = keep_on_main(partial(self.sampler, seeds[batch], labels[batch]))
+            images.extend([] if sampled is None else sampled)
         if accelerator.is_main_process:
             grid = labelled_grid(images, labels)
             with open_atomically(file) as f:

@@ -102,8 +102,8 @@ def resume(trainer: Trainer, folder: Path) -> None:
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
-    load_weights(trainer, folder, checkpoint)
-    load_training_state(trainer, folder, checkpoint)
+    restore_weights(trainer, folder, checkpoint)
+    restore_training_state(trainer, folder, checkpoint)
     trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
     trainer.last_logged_step -= checkpoint.state["loss_count"]
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
@@ -116,19 +116,19 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     checkpoint = store.load(folder)
     num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (trainer.net.state_dict(), checkpoint.model))
     if init_state == "all":
-        load_weights(trainer, folder, checkpoint)
-        load_training_state(trainer, folder, checkpoint)
+        restore_weights(trainer, folder, checkpoint)
+        restore_training_state(trainer, folder, checkpoint)
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
-        load_weights(trainer, folder, checkpoint)
+        restore_weights(trainer, folder, checkpoint)
     else:
         words = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(words, folder, stored_num_classes, num_classes)
-        load_weights_except_labels(trainer, folder, checkpoint)
+        restore_weights_except_labels(trainer, folder, checkpoint)
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
 @torch.no_grad()
-def load_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, without: str | None = None) -> None:
+def restore_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, without: str | None = None) -> None:
     """Copy the weights and the EMA of a checkpoint into a trainer, except the parameter `without`.
 
     The checkpoint is memory-mapped, so its tensors occupy host memory only briefly.
@@ -143,18 +143,18 @@ def load_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *
     trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
 
 
-def load_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
+def restore_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
     """Load the weights and the EMA for data with another number of classes. The label table keeps its initial weights."""
-    load_weights(trainer, folder, checkpoint, without=LABEL_TABLE)
+    restore_weights(trainer, folder, checkpoint, without=LABEL_TABLE)
     # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
     trainer.ema.num_updates_before = 0
 
 
 @torch.no_grad()
-def load_training_state(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
-    """Load the step, the optimizer and, if the run has them, the projector and the tracked averages. Call `load_weights` first.
+def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
+    """Load the step, the optimizer and, if the run has them, the projector and the tracked averages.
 
-    Raise UserError if the encoder weights differ, or if a file does not fit the trained parameters.
+    Call `restore_weights` first. Raise UserError if the encoder weights differ, or if a file does not fit the parameters.
     """
     trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
     trainer.ema.num_updates_before -= checkpoint.step

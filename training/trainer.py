@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
-from sampling.evaluator import Interrupted
 from training.ema import EMA
 from training.optimizers import OPTIMIZERS
 from training.parallel import prepare
@@ -39,6 +39,12 @@ class Hook:
     """
 
     every: int
+
+    def measure(self, trainer: Trainer) -> None:
+        """The trainer calls this method in the step after which the hook is due, between the backward pass and the update.
+
+        The parameters have their gradients, which are not clipped yet. The method must not wait for the device.
+        """
 
     def __call__(self, trainer: Trainer) -> None:
         raise NotImplementedError
@@ -116,7 +122,6 @@ class Trainer:
         self.step = self.first_step = self.last_logged_step = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
-        self.grad_norm: Tensor | None = None
         self.train_sec = 0.0
         self.stop: StopSignal | None = None
         self.stopped_by: int | None = None
@@ -145,8 +150,10 @@ class Trainer:
                 (sum(losses[1:], losses[0]) / len(self.slices)).backward()
             losses_of_step += torch.stack(losses).detach() / len(self.slices)
             self.bin_sums += bin_sums
+        for hook in self._due_hooks(self.step + 1):
+            hook.measure(self)
         if self.cfg.train.grad_clip_norm is not None:
-            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.cfg.train.grad_clip_norm)
+            self.accelerator.clip_grad_norm_(self.parameters.values(), self.cfg.train.grad_clip_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.cfg.train, self.step)
@@ -212,10 +219,13 @@ class Trainer:
         self.stop = None  # free the process group here, because garbage collection may run in another thread
         return is_complete
 
+    def _due_hooks(self, step: int) -> list[Hook]:
+        """Return the hooks that the trainer calls after `step` completed steps."""
+        is_last = step == self.cfg.train.num_steps
+        return [hook for hook in self.hooks if hook.every > 0 and step > 0 and (is_last or step % hook.every == 0)]
+
     def _call_hooks(self) -> None:
-        is_last = self.step == self.cfg.train.num_steps
-        due = [hook for hook in self.hooks if hook.every > 0 and (is_last or self.step % hook.every == 0)]
-        if self.step == 0 or not due:
+        if not (due := self._due_hooks(self.step)):
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
@@ -248,8 +258,6 @@ class Trainer:
             "images_seen": images,
             "epoch": images / len(self.dataset),
         }
-        if self.grad_norm is not None:
-            record["grad_norm"] = float(self.grad_norm)
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)

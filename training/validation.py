@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from latents.shards import LatentDataset, latents_for_network
-from sampling.evaluator import until_stopped
 from training.hooks import EvaluationHook
 from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
 
 
 class StratifiedRandom(SeedRandom):
-    """Variant of SeedRandom for items 0, 1, ... of a data set. Numbers without a shape cover their distribution evenly.
+    """Variant of SeedRandom for items 0, 1, ... of a data set. The noise levels cover their distribution evenly.
 
-    The number for item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces each tenth's numbers evenly.
+    The noise level of item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces the noise levels of each
+    tenth evenly.
     """
 
     def __init__(self, items: Sequence[int], device: torch.device, stream: str):
@@ -29,9 +30,7 @@ class StratifiedRandom(SeedRandom):
         positions = (items // 10 + 0.5).double() * ((5**0.5 - 1) / 2) % 1
         self._even = ((items % 10 + positions) / 10).float().to(device)
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        if shape:
-            return super()._draw(draw, shape)
+    def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
         return torch.special.ndtri(self._even) if draw is torch.randn else self._even
 
 

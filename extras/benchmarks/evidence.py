@@ -20,6 +20,7 @@ from scipy.special import nctdtrinc
 from scipy.stats import t
 
 from checkpoints import store
+from checkpoints.run import read_metrics
 from common.files import read_json, read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
@@ -277,13 +278,10 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
         about = {"arm": arm, "seed": config["seed"], "lr": config["train"]["lr"], "commit": start["commit"]}
         manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
         weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
-        speeds = []
-        for line in read_lines(run / "metrics.jsonl"):
-            if "steps_per_sec" in line:
-                speeds.append(line["steps_per_sec"])
-            if "metrics" in line:
-                kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
-                lines.append(about | kept | weights[line["step"]])
+        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl", "training")]
+        for line in read_metrics(run / "metrics.jsonl", "evaluation"):
+            kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
+            lines.append(about | kept | weights[line["step"]])
         for line in read_lines(run / "evaluations" / "results.jsonl"):
             kept = {"step": line["shown"]["step"], "cfg_scale": line["shown"]["cfg_scale"], "metrics": line["metrics"]}
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}

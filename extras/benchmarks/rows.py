@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from checkpoints import load
 from common.errors import UserError
 from common.types import PositiveInt
 from configs import schema
@@ -61,7 +60,7 @@ def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
     set_seed(cfg.seed)
     compilation.check_machine(cfg.train, accelerator.device)
-    net, alignment = load.build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
+    net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # otherwise, the accelerator's references would outlive the trainer
     batches = trainer.batches()

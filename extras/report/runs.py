@@ -14,6 +14,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from checkpoints import store
+from checkpoints.run import read_metrics
 from common.errors import UserError, as_user_error
 from common.files import read_lines
 from configs.settings import flatten
@@ -119,13 +120,12 @@ def read_run(path: Path) -> Run:
     if missing := NEEDED - config.keys():
         raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
-    for line in read_lines(path / "metrics.jsonl"):
-        if "metrics" in line:
-            point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
-            run.add(line["step"], line["metrics"], line["num_samples"], point)
-        elif "loss" in line:
-            run.speeds[line["step"]] = line["steps_per_sec"]
-            run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
+    for line in read_metrics(path / "metrics.jsonl", "training"):
+        run.speeds[line["step"]] = line["steps_per_sec"]
+        run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
+    for line in read_metrics(path / "metrics.jsonl", "evaluation"):
+        point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
+        run.add(line["step"], line["metrics"], line["num_samples"], point)
     return run
 
 

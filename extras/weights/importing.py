@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 import dit
 from checkpoints import store
-from checkpoints.load import build_network
 from common.errors import UserError
 from common.files import write_atomically
 from common.types import PositiveFloat, PositiveInt, Text
@@ -89,7 +88,7 @@ def import_weights(
     run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
-        like = build_network(cfg).state_dict()
+        like = cfg.model.build(cfg.data).state_dict()
     for state in (model, ema):
         store.check_tensors(file, state, like)
     config = cfg.model_dump()

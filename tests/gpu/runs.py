@@ -10,7 +10,6 @@ from accelerate.utils import set_seed
 from conftest import forget_accelerate
 from safetensors.torch import save_file
 
-from checkpoints.load import build_network
 from extras.benchmarks.rows import compose_config
 from latents.prepare.images import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
@@ -48,7 +47,7 @@ def trainer_for(device, size, folder, *overrides):
     accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
     cfg, dataset = build.open_data(cfg)
     set_seed(cfg.seed)
-    net, alignment = build_network(cfg), build.build_alignment(cfg, dataset, accelerator)
+    net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # otherwise its references outlive the trainer
     return trainer

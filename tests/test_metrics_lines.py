@@ -1,0 +1,60 @@
+"""The lines of metrics.jsonl: norms of the gradient and of the weights, a new metric, and reading lines by their kind."""
+
+import json
+
+import pytest
+import torch
+from conftest import losses, metrics, run_train, weights
+
+from checkpoints.run import FIELD_OF_KIND, read_metrics
+from training.hooks import LogMetrics
+from training.metrics import METRICS
+
+
+def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipping(tmp_path, monkeypatch):
+    gradients, measure = [], LogMetrics.measure
+
+    def record(hook, trainer):
+        gradients.append(torch.cat([p.grad.flatten().double() for p in trainer.parameters.values()]))
+        measure(hook, trainer)
+
+    monkeypatch.setattr(LogMetrics, "measure", record)
+    keys = ["train.grad_accum_steps=2", "checkpoint.every=1", "checkpoint.keep_last=9", "train.log_every=3", "train.num_steps=7"]
+    run = run_train(tmp_path, "run", *keys, "train.grad_clip_norm=1e-3", "train.lr=1e-2")
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [3, 6, 7] and len(gradients) == 3
+    for line, gradient in zip(lines, gradients):
+        before = weights(run, line["step"] - 1)
+        norm = torch.cat([x.flatten().double() for name, x in before.items() if name != "pos_embed"]).norm().item()
+        assert line["weight_norm"] == pytest.approx(norm, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-5) and line["grad_norm"] > 1e-3
+
+
+def test_measuring_changes_no_bit_of_a_run(tmp_path, monkeypatch):
+    run = run_train(tmp_path, "run")
+    monkeypatch.setattr(LogMetrics, "measure", lambda hook, trainer: None)
+    plain = run_train(tmp_path, "plain")
+    assert losses(run) == losses(plain) and "grad_norm" in metrics(run)[0] and "grad_norm" not in metrics(plain)[0]
+    assert all(torch.equal(x, weights(run, 6)[name]) for name, x in weights(plain, 6).items())
+
+
+def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
+    steps = []
+
+    def largest_weight(trainer):
+        steps.append(trainer.step)
+        return max(p.detach().abs().max() for p in trainer.parameters.values())
+
+    monkeypatch.setitem(METRICS, "largest_weight", largest_weight)
+    run = run_train(tmp_path, "run", "train.log_every=3")
+    assert [line["largest_weight"] > 0 for line in metrics(run)] == [True, True] and steps == [2, 5]
+
+
+def test_lines_are_read_by_their_kind(tmp_path):
+    run = run_train(tmp_path, "run", "eval.every=3", "eval.num_samples=10", "eval.num_steps=1", "evaluation.detector=digits")
+    lines = metrics(run)
+    by_kind = {kind: read_metrics(run / "metrics.jsonl", kind) for kind in FIELD_OF_KIND}
+    assert [line["step"] for line in by_kind["training"]] == [1, 2, 3, 4, 5, 6]
+    assert {line["step"] for line in by_kind["evaluation"]} == {3, 6}
+    assert sorted(map(json.dumps, lines)) == sorted(json.dumps(line) for lines in by_kind.values() for line in lines)
+    assert read_metrics(tmp_path / "missing.jsonl", "training") == []
