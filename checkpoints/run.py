@@ -6,24 +6,54 @@ import json
 import logging
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from common.files import lock_file, read_lines, remove_leftovers, write_atomically
+from common.types import FiniteFloat, NonNegativeInt, PositiveFloat
+from configs.settings import validate
 
 log = logging.getLogger(__name__)
 
 
-# Kinds of lines in metrics.jsonl, with the field that only lines of this kind have. All lines have a `step`.
-# training: losses and speed since the previous training line, and norms (`Trainer.pop_metrics`, `training.metrics.METRICS`)
-# evaluation: `metrics` of samples or held-out latents, and what identifies the evaluation (`training.hooks.EvaluationHook`)
-FIELD_OF_KIND = {"training": "loss", "evaluation": "metrics"}
+class TrainingLine(BaseModel, strict=True):
+    """A line of metrics.jsonl with losses, speed and norms since the previous one (`Trainer.pop_metrics`, `training.metrics`)."""
+
+    step: NonNegativeInt
+    loss: FiniteFloat
+    steps_per_sec: PositiveFloat
 
 
-def read_metrics(file: Path, kind: Literal["training", "evaluation"]) -> list[dict]:
-    """Return all lines of one kind in a run's metrics.jsonl, or [] if the file is missing. Raise UserError if reading fails."""
-    return [line for line in read_lines(file) if FIELD_OF_KIND[kind] in line]
+class EvaluationLine(BaseModel, strict=True):
+    """A line of metrics.jsonl with metrics of samples or held-out latents, and with what identifies the evaluation."""
+
+    step: NonNegativeInt
+    num_samples: NonNegativeInt
+    cfg_scale: FiniteFloat
+    metrics: dict[str, FiniteFloat]
+    settings: dict[str, Any] = {}
+
+
+# The kinds of lines in metrics.jsonl: the field that only lines of this kind have, and the fields that its readers need.
+KINDS = {"training": ("loss", TrainingLine), "evaluation": ("metrics", EvaluationLine)}
+
+
+def read_metrics(file: Path) -> dict[str, list[dict]]:
+    """Return the lines of a run's metrics.jsonl by their kind in KINDS. A missing file has no lines.
+
+    Lines of a known kind that lack a field or hold a number that is not finite are left out with a warning. Raise UserError if
+    reading fails.
+    """
+
+    def check(line: dict) -> None:
+        for name, fields in KINDS.values():
+            if name in line:
+                validate(line, fields)
+
+    lines = list(read_lines(file, check))
+    return {kind: [line for line in lines if name in line] for kind, (name, _) in KINDS.items()}
 
 
 class RunFolder:
@@ -59,7 +89,7 @@ class RunFolder:
 
     def has_evaluation(self, about: dict) -> bool:
         """Return whether metrics.jsonl contains an evaluation with the fields in `about`."""
-        return any(about.items() <= line.items() for line in read_metrics(self.metrics, "evaluation"))
+        return any(about.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
 
     def keep_until(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

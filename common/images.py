@@ -45,7 +45,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `list_files` skips a name: dot files, the folder that macOS adds to .zip files, and drawings of `inspect`."""
+    """Return whether `list_files` skips a name: dot files, the folder that macOS adds to .zip files and drawings by `inspect`."""
     return name.startswith(".") or name == "__MACOSX" or re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
 
 

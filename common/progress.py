@@ -58,3 +58,5 @@ def log_to_stderr() -> None:
     """Log all messages from the main process and errors from other processes to stderr. A second call has no effect."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
+    # torch sets this level at the end of its import. After Ctrl-C before that, it would log its statistics at exit.
+    logging.getLogger("torch").setLevel(logging.WARNING)

@@ -244,6 +244,41 @@ def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
     assert names(run.samples) == ["step_0000002.png", "step_best.png"]
 
 
+def test_lines_of_metrics_without_a_step_are_kept(tmp_path):
+    run = RunFolder(str(tmp_path), "run")
+    run.path.mkdir()
+    theirs = [{"step": "three"}, {"step": None}, {"step": {"a": 1}}, {"text": [1]}]
+    for line in ({"step": 2}, *theirs, {"step": 4}):
+        append_line(run.metrics, line)
+    run.keep_until(3)
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [{"step": 2}, *theirs]
+    assert not run.has_evaluation({"step": 2})
+
+
+def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp_path, monkeypatch, caplog):
+    root, hash_file = tmp_path / "checkpoints", store.hash_file
+    save(root, 1, 2, 3)
+    newest = root / store.folder_name(3)
+    content = store.hash_checkpoint(newest)
+
+    def train_on(file):
+        if file.parent.name == newest.name:
+            shutil.rmtree(newest, ignore_errors=True)
+            save(root, 4)
+        return hash_file(file)
+
+    monkeypatch.setattr(store, "hash_file", train_on)
+    assert store.find_checkpoint(tmp_path, "checkpoint").name == store.folder_name(4)
+    assert f"{newest} was removed while it was read" in caplog.text and "looking for the next newest" in caplog.text
+    assert store.hash_checkpoint(newest) == content  # as this process may still use its network
+    with pytest.raises(store.CheckpointRemoved):
+        store.load_weights(newest, "ema")
+    caplog.clear()
+    save(root, 3)
+    assert [path.name for path in store.verify_all(root)] == [store.folder_name(step) for step in (1, 2, 4)]
+    assert f"{newest} was removed while it was read" in caplog.text and "it is left out" in caplog.text
+
+
 def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     with monkeypatch.context() as patch:

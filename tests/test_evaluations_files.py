@@ -6,12 +6,16 @@ import zipfile
 
 import numpy as np
 import pytest
+from conftest import encode, make_shard
 from PIL import Image
 
+import prepare_latents
 from common.errors import UserError
-from common.images import adm_center_crop
+from common.images import DRAWING, adm_center_crop
 from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
+from latents.shards import LatentDataset
 from sampling.evaluator import open_reference
+from sampling.image_sets import open_image_set
 
 
 def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) -> np.ndarray:
@@ -27,7 +31,8 @@ def test_images_are_read_as_they_were_written(tmp_path):
     write_npz(tmp_path / "a.npz", iter(images), images.shape, labels)
     found = open_images(tmp_path / "a.npz")
     assert found.shape == images.shape and np.array_equal(found.labels, labels)
-    assert np.array_equal(read(found, 3), images) and np.array_equal(read(found, 2, 2, 5), images[2:5])
+    assert np.array_equal(read(found, 3), images) and np.array_equal(read(found, 2, range(2, 5)), images[2:5])
+    assert np.array_equal(read(found, 2, np.array([0, 1, 4, 6])), images[[0, 1, 4, 6]])
     with np.load(tmp_path / "a.npz") as plain:  # as other evaluators read it
         assert sorted(plain.files) == ["arr_0", "labels"]
         assert np.array_equal(plain["arr_0"], images)
@@ -38,7 +43,8 @@ def test_files_written_by_numpy_are_read_with_labels_as_adm_stores_them(tmp_path
     images = make_images()
     save(tmp_path / "a.npz", images, np.arange(7, dtype=np.int32))
     found = NpzImages(tmp_path / "a.npz")
-    assert np.array_equal(np.concatenate(list(read_ahead(found.batches(4, start=1)))), images[1:])
+    assert np.array_equal(np.concatenate(list(read_ahead(found.batches(4, range(1, 7))))), images[1:])
+    assert np.array_equal(read(found, 2, [1, 5, 6]), images[[1, 5, 6]])
     assert found.labels.tolist() == list(range(7)) and found.statistics == {}
 
 
@@ -53,6 +59,9 @@ BAD_ARRAYS = {
     "labels of objects": ({"arr_0": IMAGES, "labels": np.array([None] * 7)}, "allow_pickle"),
     "mu alone": ({"arr_0": IMAGES, "mu_dinov2": MU}, "sigma_dinov2 is not a file"),
     "sizes": ({"mu_dinov2": MU, "sigma_dinov2": np.eye(4)}, r"mu_dinov2 and sigma_dinov2 must be \[1024\] and \[1024, 1024\]"),
+    "NaN": ({"mu_dinov2": MU * np.nan, "sigma_dinov2": np.eye(1024)}, "mu_dinov2 or sigma_dinov2 holds NaN or infinity"),
+    "infinity": ({"mu": np.zeros(2048), "sigma": np.diag(np.full(2048, np.inf))}, "mu or sigma holds NaN or infinity"),
+    "colour": ({"arr_0": IMAGES, "background": np.asarray("whit")}, "unknown color specifier: 'whit'"),
 }
 
 
@@ -116,19 +125,104 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     for i, name in enumerate(sorted(names)):
         if name.endswith(".png"):
             assert np.array_equal(whole[i], images[names.index(name)])
-    assert np.array_equal(read(found, 2, 1, 6), whole[1:6])
+    assert np.array_equal(read(found, 2, range(1, 6)), whole[1:6])
     before = found.fingerprint()
     assert ImageFolder(tmp_path).fingerprint() == before
     Image.fromarray(make_images(1, seed=9)[0]).save(tmp_path / "f.png")
     assert ImageFolder(tmp_path).fingerprint() != before
 
 
-def test_the_grids_of_sample_py_are_not_samples(tmp_path):
-    for name in ("seed_000000_class_000.png", "grid_0-0.png"):
+def test_the_grids_of_sample_py_are_not_samples_and_its_file_names_are_labels(tmp_path):
+    names = ["seed_000000_class_007.png", "seed_000001_class_1000.png"]
+    for name in (*names, "grid_0-1.png"):
         Image.fromarray(make_images(1)[0]).save(tmp_path / name)
-    assert len(ImageFolder(tmp_path)) == 2  # without settings.yaml, any image of a user counts
+    assert len(ImageFolder(tmp_path)) == 3  # without settings.yaml, any image of a user counts
+    assert ImageFolder(tmp_path).labels is None
     (tmp_path / "settings.yaml").touch()
-    assert [file.name for file in ImageFolder(tmp_path).files] == ["seed_000000_class_000.png"]
+    assert [file.name for file in ImageFolder(tmp_path).files] == names
+    assert ImageFolder(tmp_path).labels.tolist() == [7, 1000]
+    Image.fromarray(make_images(1)[0]).save(tmp_path / "another.png")
+    assert ImageFolder(tmp_path).labels is None
+
+
+def test_files_pages_and_frames_that_are_not_read_are_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    images = [Image.fromarray(image) for image in make_images(3)]
+    images[0].save(tmp_path / "a.png")
+    assert read(ImageFolder(tmp_path), 2).shape[0] == 1 and not caplog.messages
+    images[0].save(tmp_path / "pages.tiff", save_all=True, append_images=images[1:])
+    images[0].save(tmp_path / "frames.png", save_all=True, append_images=images[1:])
+    images[0].save(tmp_path / "b.gif")
+    for name in ("a.svg", "b.svg", "README"):
+        (tmp_path / name).write_text("text")
+    assert np.array_equal(read(ImageFolder(tmp_path), 2), np.stack([np.array(images[0])] * 3))
+    assert "3 images are read; 4 other files are not: 2 .svg, 1 README, 1 .gif" in caplog.text
+    assert f"only the first page or frame of 2 images is read, such as {tmp_path / 'frames.png'}" in caplog.text
+
+
+def test_shards_are_no_folder_of_images_even_after_inspect(tmp_path):
+    pixels, latents = tmp_path / "pixels", tmp_path / "latents"
+    make_shard(pixels / "a.safetensors", num_items=6, channels=3, size=8)
+    make_shard(latents / "a.safetensors", channels=4, size=8, autoencoder="sd-vae:x", resolution=64)
+    for folder in (pixels, latents):
+        Image.fromarray(make_images(1)[0]).save(folder / DRAWING.format("0123abcd"))
+    dataset = LatentDataset(pixels)
+    expected = dataset.fetch_with_images(np.arange(6), np.zeros(6, dtype=bool))[2].numpy()
+    reference = open_reference(str(pixels), "reference", ["inception"], resolution=8)
+    assert np.array_equal(read(reference, 4), expected) and np.array_equal(read(reference, 2, [1, 4, 5]), expected[[1, 4, 5]])
+    assert reference.labels.tolist() == dataset.labels.tolist() and reference.shape == (6, 8, 8, 3)
+    assert open_image_set(pixels / "a.safetensors").fingerprint() == reference.fingerprint()
+    with pytest.raises(UserError, match="latents holds latents of autoencoder=sd-vae:x, not images; .*prepare_latents.py ref"):
+        open_reference(str(latents), "reference", ["inception"], resolution=64)
+    with pytest.raises(UserError, match="holds no images"):  # the drawings are all that a reader of images could find
+        open_images(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match="is the folder of a run, which holds grids and plots"):
+        open_image_set(tmp_path)
+
+
+def test_the_background_travels_with_a_reference(tmp_path, caplog):
+    def reference(source, name, *settings):
+        prepare_latents.main(["reference", f"images={source}", f"output={tmp_path / name}", *settings])
+        return str(tmp_path / name)
+
+    def open_with(file, background):
+        return open_reference(file, "reference", ["digits"], 8, background)
+
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGBA", (8, 8), (200, 0, 0, 0)).save(images / name)
+    black = reference(images, "black.npz", "background=black")
+    assert read(open_with(black, "#000000"), 2).max() == 0 and read(open_with(str(images), "black"), 2).max() == 0
+    with pytest.raises(UserError, match="was made with background=black, but evaluation.background=white; make it again with"):
+        open_with(black, "white")
+    assert open_images(reference(black, "copy.npz")).background == "black"
+    with pytest.raises(UserError, match=r"background=red, but images=.*black.npz was made with background=black"):
+        reference(black, "red.npz", "background=red")
+    encode(images, tmp_path / "shards", "identity", "resolution=8", "background=black", "labels=none")
+    assert open_images(reference(tmp_path / "shards", "from_shards.npz")).background == "black"
+    with pytest.raises(UserError, match="was made with background=black, but evaluation.background=white"):
+        open_with(str(tmp_path / "shards"), "white")
+    assert open_images(reference(images, "white.npz")).background == "white" and not caplog.messages
+
+    write_npz(old := tmp_path / "old.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3))  # as earlier versions wrote it
+    open_with(str(old), "white")
+    assert "old.npz does not say which colour is behind its transparent images; evaluation.background=white" in caplog.text
+    assert open_images(reference(old, "stamped.npz", "background=blue")).background == "blue"
+    assert open_images(tmp_path / "stamped.npz").fingerprint() == open_images(old).fingerprint()
+
+
+def test_a_reference_of_one_image_is_refused_and_another_size_is_said(tmp_path, caplog):
+    write_npz(tmp_path / "a.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3), background="white")
+    open_reference(str(tmp_path / "a.npz"), "reference", ["digits"], 8)
+    assert not caplog.messages
+    open_reference(str(tmp_path / "a.npz"), "reference", ["digits"], 16)
+    assert "holds images of 8x8 pixels, but the samples have a height of 16 pixels" in caplog.text
+    write_npz(tmp_path / "one.npz", iter(make_images(1, 8, 8)), (1, 8, 8, 3), background="white")
+    with pytest.raises(UserError, match="one.npz holds only one image and no statistics of the digits detector"):
+        open_reference(str(tmp_path / "one.npz"), "reference", ["digits"], 8)
 
 
 def test_a_folder_of_reference_images_is_cropped_to_the_resolution_of_the_run_as_in_encode(tmp_path):

@@ -15,8 +15,8 @@ from common.errors import UserError
 from evaluations import features, metrics
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
-from evaluations.images import NpzImages, open_images, write_npz
-from evaluations.metrics import statistics_of
+from evaluations.images import NpzImages, fixed_order, open_images, write_npz
+from evaluations.metrics import Statistics, statistics_of
 from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for, small_set
 from sampling import evaluator
 from sampling.evaluator import open_reference
@@ -169,3 +169,64 @@ def test_stored_statistics_are_used_only_for_their_detector(tmp_path, npz, detec
         load(tmp_path / "alone.npz", detector)
     with pytest.raises(UserError, match="evaluation.reference: is not set"):
         open_reference(None, "evaluation.reference", [])
+
+
+@pytest.fixture(scope="module")
+def on_disk(detector, digits, tmp_path_factory):
+    """Fixture: on_disk(order) returns (evaluator, set) for 500 digits in this order, as an .npz with labels."""
+    folder, (images, labels) = tmp_path_factory.mktemp("on_disk"), digits
+    write_npz(folder / "reference.npz", iter(images), images.shape, background="white")
+    forget_accelerate()
+    reference = open_reference(str(folder / "reference.npz"), "reference", ["digits"], 8)
+    judge = evaluator.Evaluator(Accelerator(cpu=True), [detector], reference, 64, folder / "cache")
+
+    def make(order):
+        write_npz(folder / "set.npz", iter(images[order]), images[order].shape, labels.numpy()[order])
+        return judge, NpzImages(folder / "set.npz")
+
+    return make
+
+
+def test_an_image_set_in_the_order_of_its_classes_has_the_figures_of_the_mixed_set(on_disk, digits):
+    mixed = np.random.default_rng(5).permutation(1797)[:500]
+    figures = {}
+    for name, order in (("mixed", mixed), ("sorted", mixed[np.argsort(digits[1].numpy()[mixed], kind="stable")])):
+        judge, images = on_disk(order)
+        (whole, labels), (part, few) = judge.features_of_set(images, 500), judge.features_of_set(images, 100)
+        assert torch.equal(part[0].pool, whole[0].pool[:100]) and np.array_equal(few, labels[:100])
+        values = judge.evaluate(whole, labels)
+        error = metrics.standard_error(judge.jackknife(whole, labels, 10)["fd_digits"])
+        score = metrics.inception_score(whole[0].logits, split_size=50)
+        figures[name] = values["fd_digits"], error, judge.evaluate(part, few)["fd_digits"], score
+        assert values["class_agreement"] > 0.97  # the labels follow their images
+    (fd, error, fd_of_part, score), in_order = figures["mixed"], figures["sorted"]
+    assert in_order[0] == pytest.approx(fd, rel=1e-6)  # 26.57 and 615.63 instead of 3.66 and 24.31 before
+    assert 1 / 3 < in_order[1] / error < 3 and in_order[2] < 3 * fd_of_part and in_order[3] == pytest.approx(score, rel=0.1)
+
+
+def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processes(on_disk, detector, digits, monkeypatch):
+    order = fixed_order(60)
+    assert order[:4].tolist() == [16, 27, 20, 8] and sorted(order) == [*range(60)]
+    judge, images = on_disk(np.arange(60))
+    expected = detector.features(digits[0][order[:40]]).pool
+    ranges = []
+
+    def in_three_processes(accelerator, count, compute):
+        ranges.append(count)
+        parts = [compute(start, min(start + 14, count)) for start in range(0, count, 14)]
+        return features.join_features(parts)
+
+    torch.testing.assert_close(judge.features_of_set(images, 40)[0][0].pool, expected)
+    monkeypatch.setattr(evaluator, "shared_features", in_three_processes)
+    torch.testing.assert_close(judge.features_of_set(images, 40)[0][0].pool, expected)
+    assert ranges == [40]
+
+
+def test_labels_that_a_detector_does_not_know_and_infinite_values_are_left_out(detector, digits, caplog):
+    caplog.set_level("INFO")
+    samples = detector.features(digits[0][:50])
+    assert "class_agreement" not in evaluate(samples, samples, digits[1][:50] + 10)
+    assert "no class_agreement: too few images" in caplog.text
+    far = Statistics(torch.full((64,), 1e200, dtype=torch.float64), torch.eye(64, dtype=torch.float64))
+    huge = Features("digits", pool=samples.pool[:0], statistics={"pool": far})
+    assert "fd_digits" not in evaluate(huge, samples) and "no fd_digits: the value is NaN or infinite" in caplog.text

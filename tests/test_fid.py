@@ -12,13 +12,14 @@ from conftest import REPOSITORY, checked, losses, metrics, renew_manifest, run_f
 from PIL import Image
 
 import fid as script
-from checkpoints import load
+from checkpoints import load, store
 from common.errors import UserError
 from configs import schema
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_for
 from extras.report.runs import read_runs
+from latents import autoencoders
 from sampling.sampler import ImageSampler
 
 NAMES = [metric.name for metric in metrics_for("digits")]
@@ -146,10 +147,69 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
         Results(tmp_path, conditions)
 
 
-def test_by_default_results_go_to_the_run_or_next_to_the_images_and_never_between_source_files(tmp_path, monkeypatch):
+def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplog):
+    conditions, point = {"num_samples": 70, "reference": "reference"}, Point({"images": "a.npz"}, "content", {"images": "a.npz"})
+    Results(tmp_path, conditions).add(point, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
+    good = json.loads((tmp_path / "results.jsonl").read_text())
+    infinite, no_groups = good | {"metrics": {"fid": float("nan")}}, good | {"jackknife": {"fid": []}}
+    bad = [infinite, no_groups, {"theirs": 1}, [3], good | {"shown": "text"}, good | {"metrics": {"fid": "1.0"}}]
+    lines = [json.dumps(line) for line in bad]
+    (tmp_path / "results.jsonl").write_text("\n".join([*lines[:3], "theirs", "[" * 100_000, *lines[3:], json.dumps(good), ""]))
+    results = Results(tmp_path, conditions)
+    assert results.lines == [good] and results.find(point) == good
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path / 'results.jsonl'}: line 1 is left out: metrics.fid=nan: ")
+    assert warning.endswith("(7 other lines are left out, too)")
+    assert "1.00 ± 0.50" in results.write([point], "fid")
+
+
+def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
+    def failing(*arguments, **settings):
+        raise UserError("the autoencoder is missing")
+
+    monkeypatch.setattr(autoencoders, "build", failing)
+    for run in (run_fid, run_sample):
+        with pytest.raises(UserError, match="the autoencoder is missing"):
+            run(f"checkpoint={edm}", f"output={tmp_path / 'new' / 'out'}", "num_samples=4", "num_steps=2", "cpu_threads=1")
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_that_training_removes_is_replaced_by_the_next_newest(edm, fid, tmp_path, monkeypatch, caplog):
+    run = shutil.copytree(edm, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    newest, load_weights = run / "checkpoints" / "step_0000004", store.load_weights
+
+    def removed_meanwhile(folder, weights):
+        shutil.rmtree(newest, ignore_errors=True)
+        return load_weights(folder, weights)
+
+    load._load_network.cache_clear()
+    monkeypatch.setattr(store, "load_weights", removed_meanwhile)
+    (line,) = fid("newest", f"checkpoint={run}", "num_samples=4")
+    assert line["shown"]["step"] == 2 and f"{newest} was removed while it was read" in caplog.text
+
+    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
+    load._load_network.cache_clear()
+    lines = fid("all", f"checkpoints={run}", "num_samples=4", "weights=[ema,raw]")
+    assert [line["shown"]["step"] for line in lines] == [2, 2] and (tmp_path / "all" / "results.png").exists()
+
+    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
+    load._load_network.cache_clear()
+    run_sample(f"checkpoint={run}", "seeds=0-1", "num_steps=2", "cpu_threads=1")
+    assert [folder.name[:12] for folder in (run / "generated").iterdir()] == ["step_0000002"]
+    with pytest.raises(UserError, match="checkpoint: .*step_0000004 is not the folder of a run or of a complete checkpoint"):
+        fid("gone", f"checkpoint={newest}")
+
+
+def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     cfg = checked([f"images={tmp_path / 'samples.npz'}"], "fid")
-    assert script.default_folder(cfg, []) == tmp_path / "samples.npz_evaluations"
+    assert script.default_folder(cfg, []) == Path("runs") / "evaluations" / "samples.npz"
+    for i in range(2):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"output=runs/evaluations/.* is inside images=\."):
+        run_fid("images=.", REFERENCE, "evaluation.detector=digits", "cpu_threads=1")
+    monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
     assert script.default_folder(cfg, [in_run]) == tmp_path / "run" / "evaluations"
     assert script.default_folder(cfg, [copied]) == tmp_path / "copies" / "evaluations"
@@ -188,9 +248,21 @@ def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(ed
     digits = ["evaluation.detector=digits", REFERENCE]
     from_npz = fid("b", f"images={tmp_path / 'samples' / 'samples_0-69.npz'}", *digits)[0]["metrics"]
     assert from_npz == pytest.approx(from_checkpoint, rel=1e-4)
-    (tmp_path / "samples" / "grid_0-69.png").unlink()
-    from_folder = fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"]
-    assert from_folder == {name: from_npz[name] for name in NAMES if name != "class_agreement"}  # a folder holds no labels
+    assert fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"] == from_npz  # the file names hold the labels
+
+
+def test_results_of_images_in_the_order_of_the_files_are_kept_apart(fid, tmp_path, capsys):
+    images = [f"images={REPOSITORY / 'evaluations' / 'digits_reference.npz'}", "evaluation.detector=digits", REFERENCE]
+    (line,) = fid("out", *images)
+    assert line["point"]["order"] == line["about"]["order"] == "fixed"
+    for entries in (line["point"], line["about"]):  # as earlier versions wrote it
+        del entries["order"]
+    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(line) + "\n")
+    capsys.readouterr()
+    assert len(fid("out", *images)) == len(fid("out", *images)) == 2
+    head, first, second = capsys.readouterr().out.splitlines()[:3]
+    assert "order" in head.split() and ("fixed" in first, "fixed" in second) == (False, True)
+    assert "*" not in first + second and "~" not in first + second  # and not compared
 
 
 def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path):
@@ -212,6 +284,7 @@ def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path
         (["images={here}/statistics.npz", REFERENCE], "holds statistics but no images"),
         (["images=/nonexistent.npz", REFERENCE], "/nonexistent.npz"),
         (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
+        (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1"], "num_samples=1: a Frechet distance needs"),
         (["images=a.npz", "cfg_scale=2"], "cfg_scale= applies to sampling"),
         (["images=a.npz", "ema_length=0.1"], "ema_length= applies to sampling"),
         (["images=a.npz", "num_steps=3"], "num_steps= applies to sampling"),

@@ -119,10 +119,12 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capl
 # Reading.
 
 
-def test_lines_that_hold_no_json_object_are_skipped(tmp_path):
+def test_lines_that_hold_no_json_object_are_skipped(tmp_path, caplog):
     (tmp_path / "a").write_bytes(b'[1]\n{"step": 1}\n\xff\n{"st\n')
     assert list(files.read_lines(tmp_path / "a")) == [{"step": 1}]
     assert list(files.read_lines(tmp_path / "none")) == []
+    assert list(files.read_lines(tmp_path / "a", dict)) == [{"step": 1}]
+    assert caplog.messages == [f"{tmp_path / 'a'}: line 1 is left out: it is not an object (2 other lines are left out, too)"]
     with pytest.raises(UserError, match=f"^{tmp_path / 'a'} cannot be read: UnicodeDecodeError"):
         files.read_json(tmp_path / "a")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import losses, metrics, run_train, weights
 
-from checkpoints.run import FIELD_OF_KIND, read_metrics
+from checkpoints.run import read_metrics
 from training.hooks import LogMetrics
 from training.metrics import METRICS
 
@@ -53,8 +53,8 @@ def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
 def test_lines_are_read_by_their_kind(tmp_path):
     run = run_train(tmp_path, "run", "eval.every=3", "eval.num_samples=10", "eval.num_steps=1", "evaluation.detector=digits")
     lines = metrics(run)
-    by_kind = {kind: read_metrics(run / "metrics.jsonl", kind) for kind in FIELD_OF_KIND}
+    by_kind = read_metrics(run / "metrics.jsonl")
     assert [line["step"] for line in by_kind["training"]] == [1, 2, 3, 4, 5, 6]
     assert {line["step"] for line in by_kind["evaluation"]} == {3, 6}
     assert sorted(map(json.dumps, lines)) == sorted(json.dumps(line) for lines in by_kind.values() for line in lines)
-    assert read_metrics(tmp_path / "missing.jsonl", "training") == []
+    assert read_metrics(tmp_path / "missing.jsonl") == {"training": [], "evaluation": []}

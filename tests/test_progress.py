@@ -3,10 +3,12 @@
 import io
 import logging
 import re
+import subprocess
 import sys
 import time
 
 import pytest
+from conftest import REPOSITORY
 
 from common import progress
 from common.progress import LogHandler, log_if_slow, progress_bar
@@ -106,3 +108,10 @@ def test_only_a_long_wait_is_logged(caplog, monkeypatch):
         with log_if_slow(log, "loading %s", "Inception"):
             time.sleep(0.5)
     assert caplog.messages == ["loading Inception"]
+
+
+def test_torch_logs_no_statistics_if_its_import_is_interrupted():
+    code = "import logging; from common import progress; progress.log_to_stderr()"
+    code += "; logging.getLogger('torch._subclasses.fake_tensor').info('statistics')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

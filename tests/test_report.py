@@ -244,7 +244,7 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
     assert "whose training is not in the hours" in notes(results_table, tmp_path / "all")
 
 
-def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
+def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path, caplog):
     run = make_run(tmp_path, f"experiment={TREAD}", name="a", fid={400_000: 50.0})
     point = {"checkpoint": f"{run}/checkpoints/step_0400000", "weights": "ema", "num_steps": 40, "num_samples": 50_000}
     point |= {"cfg_scale": 1.0, "autoencoder": None, "detector": "inception", "content": "c", "reference": "abc"}
@@ -263,6 +263,22 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
         ("guidance sparse, guidance.w 1.5", "weights ema, num_steps 40, reference abc"): {400_000: 32.0},
     }
     assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
+    assert f"{file}: line 1 is left out: it is not a result of fid.py (1 other lines are left out, too)" in caplog.messages
+
+
+def test_lines_with_other_contents_are_left_out_and_named(runs, caplog):
+    expected = rows(results_table, runs)
+    assert not caplog.messages
+    folder = next(runs.glob("*b2_seed0*"))
+    start, (training, *_) = {"step": 0}, (json.loads(line) for line in open(folder / "metrics.jsonl"))
+    write(folder / "starts.jsonl", start)
+    later = training | {"step": 500_000}
+    write(folder / "metrics.jsonl", later | {"loss": float("nan")}, later | {"steps_per_sec": 0}, later | {"step": "500000"})
+    write(folder / "metrics.jsonl", {"step": 500_000, "metrics": {"fid": 1.0}}, {"metrics": 3}, {"their": "line"})
+    assert rows(results_table, runs) == expected
+    first, second = sorted(line for line in caplog.messages if folder.name in line)[:2]
+    assert re.search(r"metrics.jsonl: line \d+ is left out: loss=nan: Input should be a finite.* \(4 other lines", first)
+    assert re.search(r"starts.jsonl: line 2 is left out: .*time= is missing", second)
 
 
 def test_the_hours_of_a_resumed_run_follow_the_speed_in_each_of_its_lines(tmp_path):

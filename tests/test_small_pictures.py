@@ -98,9 +98,15 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
     for output in ("Fashion.safetensors", "dinov2.safetensors", "fashion.npz"):
         with pytest.raises(UserError, match=f"output=.*{output} must be a new file named after the set"):
             train_detector(open_images(prepared / "fashion.npz"), prepared / output, torch.device("cpu"), 1)
-    write_npz(tmp_path / "a.npz", np.zeros((999, 16, 16, 3), np.uint8), (999, 16, 16, 3), np.zeros(999, int))
-    with pytest.raises(UserError, match="holds 999 images of 16x16 pixels; a detector of small pictures needs"):
-        train_detector(open_images(tmp_path / "a.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
+    few, no_labels = "it holds 999 images; a detector needs at least 1,000", "it holds no labels; make it from"
+    for name, shape, labels, words in (
+        ("a", (999, 16, 16, 3), np.zeros(999, int), few),
+        ("b", (1000, 16, 16, 3), None, no_labels),
+        ("c", (999, 16, 8, 3), None, f"{few}; its images have 8x16 pixels; a detector needs squares of at most 128; {no_labels}"),
+    ):
+        write_npz(tmp_path / f"{name}.npz", np.zeros(shape, np.uint8), shape, labels)
+        with pytest.raises(UserError, match=rf"{name}.npz: {words}"):
+            train_detector(open_images(tmp_path / f"{name}.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
 
 
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(prepared, train):

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
         make_shard(folder / node / "data" / "a.safetensors", channels=1, size=8, num_classes=10, seed=i)
     reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
     cache = folder / "node1" / "scores" / "reference_features"
-    write_cache(cache, reference, detector, features_of_images(reference, [detector], 64, 0, len(reference))[0])
+    write_cache(cache, reference, detector, features_of_images(reference, [detector], 64, range(len(reference)))[0])
     for outcome in launch(folder, ["tests/two_nodes.py", str(folder)], 2, limit_sec=300, small=False):
         outcome.expect_code(0)
     return folder

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import checked, losses, make_shard, metrics, run_train
+from conftest import checked, encode, losses, make_shard, metrics, run_train
 from PIL import Image
 from scipy.stats import norm
 
@@ -109,6 +109,31 @@ def test_latents_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "LatentDataset", lambda path: second)
     with pytest.raises(UserError, match="class_names is .'dog', 'fox'., but .'cat', 'dog'."):
         build.open_validation(checked([*KEYS, f"eval.validation={tmp_path / 'other'}"]), first)
+
+
+def test_another_background_and_training_latents_are_said(tmp_path, caplog):
+    for i in range(4):
+        (file := tmp_path / "images" / f"{i % 2}" / f"{i}.png").parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGBA", (8, 8), (50 * i, 0, 0, 0)).save(file)
+    folders = {name: tmp_path / name for name in ("white", "black", "copy")}
+    for name, folder in folders.items():
+        colour = f"background={name}" if name != "copy" else "background='#ffffff'"
+        encode(tmp_path / "images", folder, "identity", "resolution=8", "dtype=float32", colour)
+    make_shard(tmp_path / "mine" / "a.safetensors", channels=3, size=8, num_classes=2)  # nobody knows its background
+
+    def open_with(validation, training="white"):
+        keys = ["data=custom", f"data.path={tmp_path / training}", f"eval.validation={tmp_path / validation}"]
+        return build.open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(tmp_path / training))
+
+    with pytest.raises(UserError, match="eval.validation=.*black: it was encoded with background=black, but data.path=.*=white"):
+        open_with("black")
+    assert open_with("copy") is not None and not [line for line in caplog.messages if "background" in line or "colour" in line]
+    open_with("mine")
+    assert "mine does not say which colour is behind its transparent images; " in caplog.messages[-1]
+    open_with("white", "mine")
+    assert "mine does not say which colour" in caplog.messages[-1]
+    open_with("white")
+    assert "white holds 1 of the 1 shards of" in caplog.messages[-1] and "a loss on training latents" in caplog.messages[-1]
 
 
 def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path):

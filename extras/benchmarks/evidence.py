@@ -278,8 +278,9 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
         about = {"arm": arm, "seed": config["seed"], "lr": config["train"]["lr"], "commit": start["commit"]}
         manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
         weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
-        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl", "training")]
-        for line in read_metrics(run / "metrics.jsonl", "evaluation"):
+        trained = read_metrics(run / "metrics.jsonl")
+        speeds = [line["steps_per_sec"] for line in trained["training"]]
+        for line in trained["evaluation"]:
             kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
             lines.append(about | kept | weights[line["step"]])
         for line in read_lines(run / "evaluations" / "results.jsonl"):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
+from pydantic import BaseModel
 
 from checkpoints import store
 from checkpoints.run import read_metrics
 from common.errors import UserError, as_user_error
 from common.files import read_lines
-from configs.settings import flatten
+from common.types import FiniteFloat, NonNegativeInt
+from configs.settings import flatten, validate
 from evaluations.results import in_words
 
 UNGUIDED = "none"
@@ -44,6 +46,37 @@ class Measure(NamedTuple):
 LOSS = Measure("training loss", 0, UNGUIDED, "")
 
 
+class StartLine(BaseModel, strict=True):
+    """A line of starts.jsonl."""
+
+    step: NonNegativeInt
+    time: str
+    command: str
+    commit: str | None
+    modified: bool | None
+    device: str
+    num_processes: int
+    torch: str
+
+
+class CheckpointResult(BaseModel, strict=True):
+    """The entries of a line of results.jsonl that the report needs."""
+
+    checkpoint: str
+    content: str
+    num_samples: NonNegativeInt
+    step: NonNegativeInt
+    metrics: dict[str, FiniteFloat]
+
+
+def check_result(line: dict) -> None:
+    """Raise UserError if a line of results.jsonl is not a result of fid.py. Results of images on disk need no checkpoint."""
+    if not all(isinstance(line.get(key), dict) for key in ("point", "shown", "metrics")):
+        raise UserError("it is not a result of fid.py")
+    if "checkpoint" in line["point"]:
+        validate(line["point"] | {"step": line["shown"].get("step"), "metrics": line["metrics"]}, CheckpointResult)
+
+
 @dataclass
 class Run:
     """The contents of a run folder."""
@@ -63,8 +96,11 @@ class Run:
     @cached_property
     def checkpoint_hashes(self) -> list[str]:
         """Return the hash of each checkpoint in the run folder, as computed by `checkpoints.store.hash_checkpoint`."""
-        folders = store.list_steps(self.path / "checkpoints").values()
-        return [store.hash_checkpoint(folder) for folder in folders if (folder / store.MANIFEST).exists()]
+        hashes = []
+        for folder in store.list_steps(self.path / "checkpoints").values():
+            with contextlib.suppress(UserError):  # it has no manifest, or a running trainer has removed it
+                hashes.append(store.hash_checkpoint(folder))
+        return hashes
 
     @cached_property
     def clock(self) -> tuple[list[int], list[float]]:
@@ -78,14 +114,13 @@ class Run:
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
-        """Add finite figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
+        """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
         others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
-            if math.isfinite(value):
-                self.figures.setdefault(Measure(metric, num_samples, words, in_words(others)), {})[step] = value
+            self.figures.setdefault(Measure(metric, num_samples, words, in_words(others)), {})[step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
@@ -119,11 +154,13 @@ def read_run(path: Path) -> Run:
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
         raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
-    run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
-    for line in read_metrics(path / "metrics.jsonl", "training"):
+    starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
+    run = Run(path, config, config.pop("experiment") or {}, starts)
+    lines = read_metrics(path / "metrics.jsonl")
+    for line in lines["training"]:
         run.speeds[line["step"]] = line["steps_per_sec"]
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
-    for line in read_metrics(path / "metrics.jsonl", "evaluation"):
+    for line in lines["evaluation"]:
         point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
         run.add(line["step"], line["metrics"], line["num_samples"], point)
     return run
@@ -136,10 +173,10 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
     result names, or else the run folder that contains the file.
     """
     orphans = set()
-    for line in read_lines(file):
-        point = line.get("point")
-        if not isinstance(point, dict) or "checkpoint" not in point or "shown" not in line:
-            continue  # a result for a set of images, or a file from another project
+    for line in read_lines(file, check_result):
+        point = line["point"]
+        if "checkpoint" not in point:
+            continue  # a result for a set of images
         places = (Path(point["checkpoint"]).resolve().parent.parent, file.parent.parent)
         found = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes))]
         found = found or [run for place in places for run in runs if run.path == place][:1]
