@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
-from typing import Annotated, TypeVar, Union
+from copy import deepcopy
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -17,9 +19,11 @@ class Settings(BaseModel):
     """Base class for frozen settings. Unknown keys, missing keys and values of the wrong type raise an error."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # pydantic builds it on first use
+    removed: ClassVar[dict[str, Any]] = {}  # removed keys, such as train.lr, that `read_stored` accepts with this value
 
 
 S = TypeVar("S", bound=Settings)
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's types of errors for unknown keys
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
@@ -38,8 +42,37 @@ def validate(raw: dict, kind: type[T]) -> T:
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
 
 
-def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
-    """Format the wrong key, its value and pydantic's message. Omit union branches, which pydantic adds to the key's path."""
+def read_stored(raw: dict, kind: type[S], source: object) -> S:
+    """Convert settings that an earlier version may have stored in the file `source` to settings of this version.
+
+    A key that the file lacks gets the default in `kind`, which is the value that earlier versions meant. A key in `kind.removed`
+    is accepted with the value there. Raises UserError with one line that names all unknown, missing and wrong keys.
+    """
+    raw, problems = deepcopy(raw), []
+    for key, value in kind.removed.items():
+        *groups, name = key.split(".")
+        group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
+        if (found := group.pop(name, value)) != value:
+            problems.append(f"{key}={found!r}, but this version has no such key and always uses {value!r}")
+    try:
+        settings = TypeAdapter(kind).validate_python(raw)
+    except ValidationError as e:
+        texts = {what: [] for what in ("unknown keys", "missing keys")}
+        for error in e.errors():
+            if error["type"] in UNKNOWN:
+                texts["unknown keys"].append(_locate(error, raw))
+            elif error["type"] == "missing":
+                texts["missing keys"].append(_locate(error, raw))
+            else:
+                problems.append(_explain(error, raw, ()).replace("\n", "; "))
+        problems = [f"{what}: {', '.join(keys)}" for what, keys in texts.items() if keys] + problems
+    if problems:
+        raise UserError(f"{source} cannot be read: {'; '.join(dict.fromkeys(problems))}")
+    return settings
+
+
+def _locate(error: dict, raw: dict) -> str:
+    """Return the dotted key of an error. Omit union branches, which pydantic adds to the key's path."""
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -48,10 +81,17 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
-    key = ".".join(path)
     if error["type"] == "missing":
-        return f"{'.'.join([*path, str(error['loc'][-1])])}= is missing"
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        path.append(str(error["loc"][-1]))
+    return ".".join(path)
+
+
+def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
+    """Format the wrong key, its value and pydantic's message."""
+    key = _locate(error, raw)
+    if error["type"] == "missing":
+        return f"{key}= is missing"
+    if error["type"] in UNKNOWN:
         return f"{key} is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")

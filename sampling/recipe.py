@@ -205,7 +205,6 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
     if settings.name != "autoguidance":
         return settings
     folder = find_weak_checkpoint(settings.checkpoint)
-    changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
-    if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
+    if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from checkpoints import store
-from common.errors import UserError, as_user_error
+from checkpoints.load import load_config
+from common.errors import UserError
 from common.files import read_lines
-from configs.settings import flatten
+from configs.schema import TrainConfig
 from evaluations.results import in_words
 
 UNGUIDED = "none"
-NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
 # Settings in fid.py results that `Measure.settings` always omits, and settings that it omits at their default values.
 OMITTED = ("checkpoint", "content", "num_samples", "detector")
 DEFAULTS = {"labels": "random", "first_seed": 0}
@@ -48,11 +47,15 @@ class Run:
     """The contents of a run folder."""
 
     path: Path
-    config: dict  # values by dotted key
-    row: dict  # experiment.* from the configuration, empty if the run has no row
+    cfg: TrainConfig
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, from the training lines
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # values by measure and step, including LOSS
+
+    @property
+    def row(self) -> dict:
+        """Return the description of the run's row, which is empty if the run has no row."""
+        return self.cfg.experiment or {}
 
     @property
     def step(self) -> int:
@@ -98,7 +101,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             if file.parent.parent.name != "checkpoints":
                 runs.append(read_run(file.parent))
         except UserError as e:
-            problems[str(file)] = str(e)
+            problems[str(file)] = str(e).replace(str(file), "it", 1)
     for file in find_files(folders, "results.jsonl"):
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
@@ -113,12 +116,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    with as_user_error("it"):
-        stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    config = flatten(stored) if isinstance(stored, dict) else {}
-    if missing := NEEDED - config.keys():
-        raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
-    run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
+    run = Run(path, load_config(path), list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
             point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
