@@ -87,7 +87,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
-    is_weak = hasattr(recipe.guidance, "checkpoint")  # its hash is in `recipe.content`
+    has_weak = getattr(recipe.guidance, "checkpoint", None) is not None  # its hash is in `recipe.content`
     return ImageSettings(
         checkpoint=recipe.content,
         weights=recipe.weights,
@@ -95,7 +95,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
         labels=None if cfg.classes else cfg.labels,
         classes=cfg.classes,
         autoencoder=recipe.autoencoder,
-        guidance=recipe.guidance.model_copy(update={"checkpoint": "as above"}) if is_weak else recipe.guidance,
+        guidance=recipe.guidance.model_copy(update={"checkpoint": "as above"}) if has_weak else recipe.guidance,
         sampler=vars(recipe.diffusion.sampler),
         precision=recipe.precision,
     )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
@@ -302,7 +302,10 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
-    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler."""
+    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler.
+
+    `cfg_scale` is a short form: the composed `guidance.cfg_scale` refers to it.
+    """
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -313,6 +316,22 @@ class _Sampling(Settings):
     tf32: bool
     compile: Compile
     cpu_threads: PositiveInt | None
+
+    @model_validator(mode="after")
+    def _check_short_forms(self) -> _Sampling:
+        guidances, scale = as_list(self.guidance), self.cfg_scale
+        if scale is not None and not getattr(self, "images", None):
+            if not hasattr(guidances[0], "cfg_scale"):
+                raise ValueError(f"cfg_scale={scale} needs guidance=cfg, interval or path_drop, not guidance={guidances[0].name}")
+            check_short_form("cfg_scale", scale, "guidance.cfg_scale", [*dict.fromkeys(g.cfg_scale for g in guidances)])
+        return self
+
+
+def check_short_form(short: str, value: object, key: str, values: list) -> None:
+    """Raise ValueError if a short form and its key are both set, to different values."""
+    if as_list(value) != values:
+        found = values[0] if len(values) == 1 else values
+        raise ValueError(f"{short}={value} and {key}={found} set the same thing; give one of them")
 
 
 class SampleConfig(_Sampling):
@@ -352,6 +371,11 @@ def combinations(chosen_from: dict) -> list[dict]:
 
 
 class FidConfig(_Sampling):
+    # The keys that apply to images on disk. All other keys apply only to sampling from checkpoints.
+    for_images: ClassVar = {
+        "images", "convert_to_rgb", "reference", "evaluation", "num_samples", "batch_size", "cpu_threads", "output",
+    }  # fmt: skip
+
     checkpoint: OneOrMany[Text] | None
     checkpoints: Text | None
     images: Text | None
@@ -365,9 +389,15 @@ class FidConfig(_Sampling):
     convert_to_rgb: bool
     evaluation: EvaluationSettings
 
+    @model_validator(mode="after")
+    def _check_reference(self) -> FidConfig:
+        if self.reference is not None:
+            check_short_form("reference", self.reference, "evaluation.reference", [self.evaluation.reference])
+        return self
+
     def choices(self) -> list[FidConfig]:
-        """Return one configuration for each combination of weights, ema_length, guidance, cfg_scale and sampler settings."""
-        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")} | self.model_extra
+        """Return one configuration for each combination of weights, ema_length, guidance and sampler settings."""
+        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance")} | self.model_extra
         return [self.model_copy(update=choice) for choice in combinations(listed)]
 
 

@@ -23,7 +23,6 @@ class Settings(BaseModel):
 
 
 S = TypeVar("S", bound=Settings)
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's types of errors for unknown keys
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
 OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
@@ -42,6 +41,31 @@ def validate(raw: dict, kind: type[T]) -> T:
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
 
 
+def _find(error: dict, raw: dict) -> str:
+    """Return the dotted key of pydantic's error. Union branches, which pydantic adds to the key's path, are omitted."""
+    path, value = [], raw
+    for part in error["loc"]:
+        if isinstance(value, dict) and part in value:
+            path.append(str(part))
+            value = value[part]
+        elif isinstance(value, list) and isinstance(part, int):
+            path[-1] += f"[{part}]"
+            value = value[part]
+    return ".".join(path)
+
+
+def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
+    """Format the wrong key, its value and pydantic's message."""
+    key = _find(error, raw)
+    if error["type"] == "missing":
+        return f"{key}.{error['loc'][-1]}= is missing".removeprefix(".")
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{key} is not a key{nearest(key, known)}"
+    if error["type"] == "value_error":  # raised by one of our validators
+        return f"{key}: {error['ctx']['error']}".removeprefix(": ")
+    return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
+
+
 def read_stored(raw: dict, kind: type[S], source: object) -> S:
     """Convert settings that an earlier version may have stored in the file `source` to settings of this version.
 
@@ -57,45 +81,18 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
     try:
         settings = TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
-        texts = {what: [] for what in ("unknown keys", "missing keys")}
+        keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
         for error in e.errors():
-            if error["type"] in UNKNOWN:
-                texts["unknown keys"].append(_locate(error, raw))
-            elif error["type"] == "missing":
-                texts["missing keys"].append(_locate(error, raw))
+            if error["type"] == "missing":
+                keys["missing keys"].append(f"{_find(error, raw)}.{error['loc'][-1]}".removeprefix("."))
+            elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+                keys["unknown keys"].append(_find(error, raw))
             else:
                 problems.append(_explain(error, raw, ()).replace("\n", "; "))
-        problems = [f"{what}: {', '.join(keys)}" for what, keys in texts.items() if keys] + problems
+        problems = [f"{what}: {', '.join(names)}" for what, names in keys.items() if names] + problems
     if problems:
         raise UserError(f"{source} cannot be read: {'; '.join(dict.fromkeys(problems))}")
     return settings
-
-
-def _locate(error: dict, raw: dict) -> str:
-    """Return the dotted key of an error. Omit union branches, which pydantic adds to the key's path."""
-    path, value = [], raw
-    for part in error["loc"]:
-        if isinstance(value, dict) and part in value:
-            path.append(str(part))
-            value = value[part]
-        elif isinstance(value, list) and isinstance(part, int):
-            path[-1] += f"[{part}]"
-            value = value[part]
-    if error["type"] == "missing":
-        path.append(str(error["loc"][-1]))
-    return ".".join(path)
-
-
-def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
-    """Format the wrong key, its value and pydantic's message."""
-    key = _locate(error, raw)
-    if error["type"] == "missing":
-        return f"{key}= is missing"
-    if error["type"] in UNKNOWN:
-        return f"{key} is not a key{nearest(key, known)}"
-    if error["type"] == "value_error":  # raised by one of our validators
-        return f"{key}: {error['ctx']['error']}".removeprefix(": ")
-    return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

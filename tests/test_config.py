@@ -9,6 +9,7 @@ from checkpoints import load
 from common.errors import UserError
 from common.roles import Free, SameRun, roles_of
 from configs import schema
+from configs.compose import compose_overrides
 from configs.settings import Settings, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
@@ -247,6 +248,21 @@ def test_stored_settings_are_read_as_this_version_means_them():
     with pytest.raises(UserError) as error:
         read_stored(other, Run, "x.yaml")
     assert str(error.value) == (
-        "x.yaml cannot be read: unknown keys: route.speed, epochs; missing keys: name; route.shuffle=True, but this version has no "
-        "such key and always uses False; route.ratio='half': Input should be a valid number"
+        "x.yaml cannot be read: unknown keys: route.speed, epochs; missing keys: name; route.shuffle=True, but this version has "
+        "no such key and always uses False; route.ratio='half': Input should be a valid number"
     )
+
+
+def test_a_short_form_and_its_key_set_the_same_value():
+    guided = ["guidance=interval", "guidance.level_lo=0.1", "guidance.level_hi=0.5"]
+    for given, scale in (("", 1.5), ("cfg_scale=2", 2), ("guidance.cfg_scale=2", 2), ("cfg_scale=2 guidance.cfg_scale=2.0", 2)):
+        assert checked(["checkpoint=a", *guided, *given.split()], "sample").guidance.cfg_scale == scale
+    for given in ("cfg_scale=[1.0,2.0]", "guidance.cfg_scale=[1.0,2.0]"):
+        choices = checked(["checkpoint=a", *guided, given, "weights=[ema,raw]"], "fid").choices()
+        assert [(one.weights, one.guidance.cfg_scale) for one in choices] == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
+    for given in ("reference=a.npz", "evaluation.reference=a.npz", "+evaluation.reference=a.npz"):
+        assert checked(["checkpoint=a", given], "fid").evaluation.reference == "a.npz"
+    with pytest.raises(UserError, match="^cfg_scale=2.0 and guidance.cfg_scale=3.0 set the same thing; give one of them$"):
+        checked(["checkpoint=a", "guidance=cfg", "guidance.cfg_scale=3", "cfg_scale=2"], "sample")
+    for guidance in ("cfg", "interval", "path_drop"):
+        assert compose_overrides([f"guidance={guidance}"]).guidance.cfg_scale == 1.5

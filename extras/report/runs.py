@@ -17,12 +17,10 @@ from checkpoints.load import load_config
 from common.errors import UserError
 from common.files import read_lines
 from configs.schema import TrainConfig
-from evaluations.results import in_words
+from evaluations.results import in_words, without_defaults
 
 UNGUIDED = "none"
-# Settings in fid.py results that `Measure.settings` always omits, and settings that it omits at their default values.
-OMITTED = ("checkpoint", "content", "num_samples", "detector")
-DEFAULTS = {"labels": "random", "first_seed": 0}
+OMITTED = ("checkpoint", "content", "num_samples", "detector")  # settings in fid.py results that `Measure.settings` omits
 
 
 class Measure(NamedTuple):
@@ -81,9 +79,9 @@ class Run:
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add finite figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
+        settings = without_defaults(settings)
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
-        others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
