@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import OmegaConf
+
 from common.errors import UserError
 from common.files import REPOSITORY, lock_folder
 from configs import command_line
@@ -35,10 +37,8 @@ def main(cfg: FidConfig) -> None:
     given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    of_sampler = [key for key in ("cfg_scale", "ema_length", *cfg.model_extra) if getattr(cfg, key) is not None]
-    of_sampler += ["guidance"] if cfg.guidance[0].name != "none" else []
-    if cfg.images and of_sampler:
-        raise UserError(f"{of_sampler[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
+    if cfg.images and (keys := keys_of_sampling(cfg)):
+        raise UserError(f"{keys[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
     retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, given[0]))
@@ -97,6 +97,13 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> Non
             sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))
 
 
+def keys_of_sampling(cfg: FidConfig) -> list[str]:
+    """Return the keys that have no effect on images on disk, and that differ from their values in configs/."""
+    default = OmegaConf.merge(*(OmegaConf.load(REPOSITORY / "configs" / f"{name}.yaml") for name in ("sampling", "fid")))
+    given = {key: value for key, value in cfg if key not in cfg.for_images and value != default.get(key)}
+    return [key for key, value in given.items() if key != "guidance" or value[0].name != "none"]
+
+
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
     """Find the checkpoints that the command names, and verify their files."""
     from checkpoints import store
@@ -116,7 +123,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
         stored["detector_weights"] = None
     evaluation = {key: value or stored.get(key) for key, value in given.items()}
     evaluation["background"] = evaluation["background"] or "white"
-    update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": cfg.reference or stored.get("reference")}
+    update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": evaluation["reference"]}
     return cfg.model_copy(update=update)
 
 

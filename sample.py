@@ -27,7 +27,8 @@ from common.files import hash_bytes, is_leftover, lock_folder, open_atomically, 
 from common.images import labelled_grid
 from common.progress import progress_bar
 from configs import command_line
-from configs.schema import SampleConfig, differences
+from configs.schema import ImageSettings, SampleConfig, differences
+from configs.settings import read_stored
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,9 +63,9 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
-    output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings)
+    output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe)
     with contextlib.ExitStack() as stack:
-        on_main(lambda: stack.enter_context(open_output(output, settings)))
+        on_main(lambda: stack.enter_context(open_output(output, settings, recipe)))
         check_shared(output / "settings.yaml", "output")
         files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
         missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
@@ -94,36 +95,52 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
     return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
 
 
-def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> dict:
+def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
-    guidance = recipe.guidance.model_dump()
-    return {
-        "checkpoint": recipe.content,
-        "weights": recipe.weights,
-        "ema_length": cfg.ema_length,
-        "labels": None if cfg.classes else cfg.labels,
-        "classes": cfg.classes,
-        "autoencoder": recipe.autoencoder,
-        "guidance": guidance | ({"checkpoint": "as above"} if "checkpoint" in guidance else {}),
-        "sampler": vars(recipe.diffusion.sampler),
-        "precision": recipe.precision,
-    }
+    has_weak = getattr(recipe.guidance, "checkpoint", None) is not None  # its hash is in `recipe.content`
+    return ImageSettings(
+        checkpoint=recipe.content,
+        weights=recipe.weights,
+        ema_length=cfg.ema_length,
+        labels=None if cfg.classes else cfg.labels,
+        classes=cfg.classes,
+        autoencoder=recipe.autoencoder,
+        guidance=recipe.guidance.model_copy(update={"checkpoint": "as above"}) if has_weak else recipe.guidance,
+        sampler=vars(recipe.diffusion.sampler),
+        precision=recipe.precision,
+    )
 
 
-def default_output(checkpoint: Path, settings: dict) -> Path:
-    """Return generated/<step>_<weights>_<guidance>_<steps>_<hash> in the run folder, or next to a checkpoint outside any run."""
+def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
+    """Read a folder's settings.yaml. Settings that it lacks have their defaults, which is what earlier versions meant."""
+    with as_user_error(source := f"{folder / 'settings.yaml'} (choose another output=...)"):
+        raw = OmegaConf.to_container(OmegaConf.load(folder / "settings.yaml"))
+        stored = read_stored(raw, ImageSettings, source)
+    return stored.model_copy(update={"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler})
+
+
+def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) -> Path:
+    """Return the folder with these settings in <run>/generated, or in a folder next to a checkpoint outside any run.
+
+    A new folder is <step>_<weights>_<guidance>_<steps>_<hash>, where the hash is of the settings that differ from their defaults.
+    """
     from checkpoints import store
+    from sampling.recipe import sampler_settings
 
-    guidance = settings["guidance"]
-    scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
+    guidance, steps = settings.guidance, settings.sampler["num_steps"]
+    scale = "".join(f"{getattr(guidance, key):g}" for key in ("cfg_scale", "w") if hasattr(guidance, key))
     parent = (store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated"
-    digest = hash_bytes(json.dumps(settings).encode())[:6]
-    steps = settings["sampler"]["num_steps"]
-    return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"
+    name = f"{checkpoint.name}_{settings.weights}_{guidance.name}{scale}_{steps}steps_"
+    for folder in sorted(parent.iterdir() if parent.is_dir() else ()):
+        with contextlib.suppress(UserError):  # other folders
+            if folder.name.startswith(name) and read_settings(folder, recipe) == settings:
+                return folder
+    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_settings(recipe.diffusion)}
+    return parent / f"{name}{hash_bytes(json.dumps(changed).encode())[:6]}"
 
 
 @contextlib.contextmanager
-def open_output(output: Path, settings: dict) -> Iterator[None]:
+def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterator[None]:
     """Open and lock the output folder. Raises UserError for unrelated files or images with other settings."""
     file = output / "settings.yaml"
     held = {path.name for path in output.iterdir()} if output.is_dir() else set()
@@ -131,12 +148,9 @@ def open_output(output: Path, settings: dict) -> Iterator[None]:
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
     with lock_folder(output, "sampling into", "output", settings=file.name):
         if not file.exists():
-            write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
-        else:
-            with as_user_error(f"{file} (choose another output=...)"):
-                changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
-            if changed:
-                raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
+            write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings.model_dump())))
+        elif changed := differences(read_settings(output, recipe), settings):
+            raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
         yield
 
 

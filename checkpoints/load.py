@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from checkpoints import store
-from common.errors import UserError, first_line
+from common.errors import as_user_error
+from common.files import hash_file
 from configs import schema
-from configs.settings import validate
+from configs.settings import read_stored
 from runtime.compilation import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """Load a verified checkpoint's training configuration. Raise UserError if the configuration is invalid in this version."""
-    return _load_config(folder, store.hash_checkpoint(folder))
+    """Load the training configuration of a run or a checkpoint, as this version means it (see `read_stored`).
+
+    Raise UserError if the file is damaged, or if its keys or values are not valid in this version.
+    """
+    with store.reading(folder), as_user_error(file := folder / "config.yaml"):
+        return _load_config(folder, hash_file(file))
 
 
 @lru_cache(maxsize=1000)
 def _load_config(folder: Path, content: str) -> schema.TrainConfig:
-    try:
-        return validate(store.read_config(folder), schema.TrainConfig)
-    except store.CheckpointRemoved:
-        raise
-    except UserError as e:
-        raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
+    return read_stored(store.read_config(folder), schema.TrainConfig, folder / "config.yaml")
 
 
 def load_network(folder: Path, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:

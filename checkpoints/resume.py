@@ -42,7 +42,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         if store.list_steps(run.checkpoints):
             raise UserError(f"another process has trained {run.path} since this start; run the same command to resume")
         with contextlib.suppress(UserError):  # the file is not a configuration
-            if run.config.exists() and not schema.differences(store.read_config(run.path), cfg):
+            if run.config.exists() and not schema.differences(load_config(run.path), cfg):
                 return
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results()
@@ -111,22 +111,17 @@ def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Check that a run can start from the verified checkpoint that init_from names.
 
-    The routes may differ, but `schema.NETWORKS` must map both models to the same module. With init_state=weights, the number of
-    classes may also differ, and the run then starts with a new label table. Raise UserError if other architecture keys differ.
-    With init_state=all, also raise UserError if no steps remain or if the weights were imported without an optimizer.
+    The routes may differ, but `schema.NETWORKS` must map both models to the same module. Raise UserError if a key differs whose
+    role names `init_state=weights` or `init_state=all`. With init_state=all, the run continues the label table, the projector's
+    optimizer state and the tracked averages. It then also needs steps that remain and weights with an optimizer.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
-    changed = schema.differences(stored, cfg, [schema.Role.ARCHITECTURE])
+    changed = schema.differences_for(f"init_state={cfg.init_state}", stored, cfg)
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
         changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
-    if cfg.init_state == "weights":
-        changed = [line for line in changed if not line.startswith("data.num_classes")]
-    else:  # the run also continues the optimizer, the projector and the tracked averages
-        continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.FIXED_NO_EFFECT])
-        changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths", "train.optimizer"))]
     if changed:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 
@@ -137,11 +132,11 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     Raise UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
     """
     stored = load_config(checkpoint)
-    if changed := schema.differences(stored, cfg, schema.SAME_RUN):
+    if changed := schema.differences_for("resume", stored, cfg):
         problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
         raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
-    changed = schema.differences(stored, cfg, [schema.Role.CHANGE_LOGGED])
-    if cfg.train.schedule == "cosine":  # the learning rate of every step depends on the length
-        changed += [line for line in schema.differences(stored, cfg) if line.startswith("train.num_steps:")]
+    changed = schema.differences_for("log", stored, cfg)
+    if cfg.train.schedule == "cosine" and stored.train.num_steps != cfg.train.num_steps:  # the length affects every step
+        changed.append(f"train.num_steps: {stored.train.num_steps} -> {cfg.train.num_steps}")
     for line in changed:
         log.warning("resumed with a changed setting: %s", line)

@@ -57,7 +57,7 @@ class CheckpointRemoved(UserError):
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def reading(folder: Path) -> Iterator[None]:
     """Raise CheckpointRemoved instead of another UserError if the checkpoint folder does not exist at the end of the block."""
     try:
         yield
@@ -189,14 +189,14 @@ def hash_checkpoint(folder: Path) -> str:
     Raise CheckpointRemoved if the checkpoint is missing otherwise.
     """
     if folder not in _hashes or folder.exists():
-        with _reading(folder), as_user_error(file := folder / MANIFEST):
+        with reading(folder), as_user_error(file := folder / MANIFEST):
             _hashes[folder] = hash_bytes(file.read_bytes())[:16]
     return _hashes[folder]
 
 
 def read_config(folder: Path) -> dict:
     """Return the resolved training configuration that a checkpoint stores."""
-    with _reading(folder), as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
+    with reading(folder), as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
         if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
             raise ValueError("it holds no configuration")
         return config
@@ -204,7 +204,7 @@ def read_config(folder: Path) -> dict:
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
-    with _reading(folder), as_user_error(file := folder / WEIGHTS[weights]):
+    with reading(folder), as_user_error(file := folder / WEIGHTS[weights]):
         return load_file(file)
 
 
@@ -239,7 +239,7 @@ def verify_all(root: Path) -> list[Path]:
     found = []
     for path in list_steps(root).values():
         try:
-            with _reading(path):
+            with reading(path):
                 verify(path)
             found.append(path)
         except CheckpointRemoved as e:
@@ -255,7 +255,7 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
     problems: dict[Path, str] = {}
     while left := [path for path in list_steps(root).values() if path not in problems]:
         try:
-            with _reading(left[-1]):
+            with reading(left[-1]):
                 verify(left[-1])
             return left[-1], problems
         except CheckpointRemoved as e:

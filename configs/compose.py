@@ -22,6 +22,9 @@ CONFIGS = REPOSITORY / "configs"
 OmegaConf.register_new_resolver(
     "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
 )
+OmegaConf.register_new_resolver(  # `cfg_scale`, the short form of guidance.cfg_scale in sample.py and fid.py, or a default value
+    "cfg_scale_or", lambda x, _root_: x if (given := OmegaConf.select(_root_, "cfg_scale")) is None else given, replace=True
+)
 OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 

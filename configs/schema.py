@@ -11,15 +11,15 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from enum import Enum
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from common.errors import UserError
 from common.files import hash_bytes
+from common.roles import Compared, Free, Logged, Role, SameClasses, SameLatents, SameRun, SameState, SameWeights, Use, roles_of
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
@@ -75,12 +75,12 @@ class RouteSettings(Settings):
 
 class Model(Settings):
     name: Literal["dit", "tread", "lightningdit", "lightningdit_tread"]
-    backbone: str
+    backbone: SameWeights[str]
     routes: list[RouteSettings]
     selection: Literal["uniform", "importance", "grid"]
     fp32_after_route: bool
     class_dropout: Fraction
-    learn_sigma: bool
+    learn_sigma: SameWeights[bool]
     init: Literal["adaln_zero", "official_tread"]
 
     @property
@@ -118,17 +118,17 @@ class SPRINTModel(Model):
 class Data(Settings):
     """Training data settings. `training.build.open_data` reads the values of keys that are None from the latents."""
 
-    name: FolderName
-    path: Text | None
-    autoencoder: AutoencoderSpec | None
-    in_channels: PositiveInt | None
-    input_size: PositiveInt | None
-    num_classes: PositiveInt | None
-    num_workers: NonNegativeInt
-    scale_factor: PositiveFloat | None = None
-    latents_mean: list[FiniteFloat] | None = None
-    latents_std: list[PositiveFloat] | None = None
-    resolution: PositiveInt | None = None
+    name: Compared[FolderName]
+    path: Free[Text | None]
+    autoencoder: Compared[AutoencoderSpec | None]
+    in_channels: SameLatents[PositiveInt | None]
+    input_size: SameLatents[PositiveInt | None]
+    num_classes: SameClasses[PositiveInt | None]
+    num_workers: Free[NonNegativeInt]
+    scale_factor: SameLatents[PositiveFloat | None] = None
+    latents_mean: SameLatents[list[FiniteFloat] | None] = None
+    latents_std: SameLatents[list[PositiveFloat] | None] = None
+    resolution: Compared[PositiveInt | None] = None
 
 
 class Disabled(Settings):
@@ -138,7 +138,7 @@ class Disabled(Settings):
 class REPASettings(Settings):
     name: Literal["repa"]
     encoder: Text
-    encoder_weights: Text | None
+    encoder_weights: Free[Text | None]
     block: PositiveInt
     weight: PositiveFloat
     projector_width: PositiveInt
@@ -187,26 +187,26 @@ Guidance = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidanc
 
 
 class Train(Settings):
-    num_steps: PositiveInt | None  # `training.build.fill_in_lengths` computes lengths that are None
-    batch_size: PositiveInt
-    grad_accum_steps: PositiveInt
-    optimizer: Literal["adamw"] = "adamw"  # a name in training.optimizers.OPTIMIZERS
-    lr: PositiveFloat
-    warmup_steps: NonNegativeInt
-    schedule: Literal["constant", "cosine", "inverse_sqrt"]
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)]
-    weight_decay: NonNegativeFloat
-    grad_clip_norm: PositiveFloat | None
-    ema_decay: Fraction | None
-    ema_lengths: list[EMALength]
-    ema_snapshot_every: PositiveInt | None
-    precision: Precision
-    tf32: bool
-    compile: Compile
-    activation_checkpointing: Literal["none", "blocks"]
-    activation_memory_budget: Annotated[float, Field(ge=0, le=1)]
-    cpu_threads: PositiveInt | None
-    log_every: PositiveInt
+    num_steps: Compared[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
+    batch_size: SameRun[PositiveInt]
+    grad_accum_steps: Free[PositiveInt]
+    optimizer: SameState[Literal["adamw"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
+    lr: Logged[PositiveFloat]
+    warmup_steps: Logged[NonNegativeInt]
+    schedule: Logged[Literal["constant", "cosine", "inverse_sqrt"]]
+    betas: Logged[Annotated[list[Fraction], Field(min_length=2, max_length=2)]]
+    weight_decay: Logged[NonNegativeFloat]
+    grad_clip_norm: Logged[PositiveFloat | None]
+    ema_decay: Logged[Fraction | None]
+    ema_lengths: Annotated[list[EMALength], Role(("resume", "init_state=all"))]
+    ema_snapshot_every: Free[PositiveInt | None]
+    precision: Logged[Precision]
+    tf32: Logged[bool]
+    compile: Free[Compile]
+    activation_checkpointing: Free[Literal["none", "blocks"]]
+    activation_memory_budget: Free[Annotated[float, Field(ge=0, le=1)]]
+    cpu_threads: Free[PositiveInt | None]
+    log_every: Free[PositiveInt]
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Train:
@@ -222,31 +222,31 @@ class CheckpointSettings(Settings):
 
 
 class Sample(Settings):
-    every: NonNegativeInt | None
-    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one grid shows all samples
-    batch_size: PositiveInt
-    precision: Precision
-    rounding: Literal["round", "truncate"]
+    every: Free[NonNegativeInt | None]
+    num_samples: Free[Annotated[int, Field(ge=1, le=10**4)]]  # one grid shows all samples
+    batch_size: Free[PositiveInt]
+    precision: Free[Precision]
+    rounding: Compared[Literal["round", "truncate"]]
 
 
 class Eval(Settings):
-    every: NonNegativeInt | None
-    num_samples: PositiveInt
-    final_num_samples: PositiveInt | None
-    labels: Labels
-    cfg_scales: Annotated[list[FiniteFloat], Field(min_length=1)]
-    num_steps: PositiveInt | None
-    batch_size: PositiveInt
-    precision: Precision
-    validation: Text | None
+    every: Free[NonNegativeInt | None]
+    num_samples: Free[PositiveInt]
+    final_num_samples: Free[PositiveInt | None]
+    labels: Compared[Labels]
+    cfg_scales: Free[Annotated[list[FiniteFloat], Field(min_length=1)]]
+    num_steps: Compared[PositiveInt | None]
+    batch_size: Free[PositiveInt]
+    precision: Compared[Precision]
+    validation: Free[Text | None]
 
 
 class EvaluationSettings(Settings):
-    detector: OneOrMany[Detector] | None
-    detector_weights: Text | None
-    dinov2_weights: Text | None
-    background: Colour | None
-    reference: Text | None = None
+    detector: Compared[OneOrMany[Detector] | None]
+    detector_weights: Free[Text | None]
+    dinov2_weights: Free[Text | None]
+    background: Free[Colour | None]
+    reference: Free[Text | None] = None
 
     @property
     def all_detectors(self) -> list[str]:
@@ -259,24 +259,24 @@ class Wandb(Settings):
 
 
 class TrainConfig(Settings):
-    name: FolderName
-    output_dir: Text
-    experiment: dict[str, Any] | None  # the fields of a configs.experiments.Row
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)]  # seed range of NumPy's global generator
-    resume: Literal["auto", "never"]
-    init_from: Text | None
-    init_state: Literal["weights", "all"]
-    model: Annotated[Model | SPRINTModel, Field(discriminator="name")]
+    name: Free[FolderName]
+    output_dir: Free[Text]
+    experiment: Free[dict[str, Any] | None]  # the fields of a configs.experiments.Row
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1), Role(("resume",))]  # seed range of NumPy's global generator
+    resume: Free[Literal["auto", "never"]]
+    init_from: SameRun[Text | None]
+    init_state: SameRun[Literal["weights", "all"]]
+    model: SameRun[Annotated[Model | SPRINTModel, Field(discriminator="name")]]
     data: Data
-    diffusion: Diffusion
-    alignment: Alignment
-    guidance: Guidance
+    diffusion: SameRun[Diffusion]
+    alignment: SameState[Alignment]
+    guidance: Free[Guidance]
     train: Train
-    checkpoint: CheckpointSettings
+    checkpoint: Free[CheckpointSettings]
     sample: Sample
     eval: Eval
     evaluation: EvaluationSettings
-    wandb: Wandb
+    wandb: Free[Wandb]
 
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:
@@ -295,16 +295,19 @@ class TrainConfig(Settings):
     def named(self, overrides: Sequence[str]) -> TrainConfig:
         """Name the run after its default name and the typed keys with their values, unless the user typed a name.
 
-        The name omits keys that have no role or the role CHANGE_ALLOWED, such as train.num_steps. It also omits keys that the
-        default name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
+        The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
+        name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        values, words = flatten(self.model_dump()), [self.name]  # `values` omits keys inside lists
+        values, roles, words = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
-            if find_role(key) not in (None, Role.CHANGE_ALLOWED) and key not in in_default:
+            known = key
+            while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
+                known = known.rpartition(".")[0]
+            if known and {"resume", "log"} & {*roles[known].noticed_by} and key not in in_default:
                 value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
                 words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(words)
@@ -314,7 +317,10 @@ class TrainConfig(Settings):
 
 
 class _Sampling(Settings):
-    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler."""
+    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler.
+
+    `cfg_scale` is a short form: the composed `guidance.cfg_scale` refers to it.
+    """
 
     model_config = ConfigDict(extra="allow")
     output: Text | None
@@ -325,6 +331,22 @@ class _Sampling(Settings):
     tf32: bool
     compile: Compile
     cpu_threads: PositiveInt | None
+
+    @model_validator(mode="after")
+    def _check_short_forms(self) -> _Sampling:
+        guidances, scale = as_list(self.guidance), self.cfg_scale
+        if scale is not None and not getattr(self, "images", None):
+            if not hasattr(guidances[0], "cfg_scale"):
+                raise ValueError(f"cfg_scale={scale} needs guidance=cfg, interval or path_drop, not guidance={guidances[0].name}")
+            check_short_form("cfg_scale", scale, "guidance.cfg_scale", [*dict.fromkeys(g.cfg_scale for g in guidances)])
+        return self
+
+
+def check_short_form(short: str, value: object, key: str, values: list) -> None:
+    """Raise ValueError if a short form and its key are both set, to different values."""
+    if as_list(value) != values:
+        found = values[0] if len(values) == 1 else values
+        raise ValueError(f"{short}={value} and {key}={found} set the same thing; give one of them")
 
 
 class SampleConfig(_Sampling):
@@ -339,6 +361,20 @@ class SampleConfig(_Sampling):
     npz: bool
 
 
+class ImageSettings(Settings):
+    """The settings.yaml of a folder of images: all that determines an image, except its seed. A new key needs a default."""
+
+    checkpoint: str  # hash of the checkpoint's files
+    weights: Weights
+    ema_length: EMALength | None
+    labels: Labels | None
+    classes: list[int] | None
+    autoencoder: AutoencoderSpec
+    guidance: Guidance
+    sampler: dict[str, Any]
+    precision: Precision
+
+
 def combinations(chosen_from: dict) -> list[dict]:
     """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}].
 
@@ -350,6 +386,11 @@ def combinations(chosen_from: dict) -> list[dict]:
 
 
 class FidConfig(_Sampling):
+    # The keys that apply to images on disk. All other keys apply only to sampling from checkpoints.
+    for_images: ClassVar = {
+        "images", "convert_to_rgb", "reference", "evaluation", "num_samples", "batch_size", "cpu_threads", "output",
+    }  # fmt: skip
+
     checkpoint: OneOrMany[Text] | None
     checkpoints: Text | None
     images: Text | None
@@ -363,52 +404,29 @@ class FidConfig(_Sampling):
     convert_to_rgb: bool
     evaluation: EvaluationSettings
 
+    @model_validator(mode="after")
+    def _check_reference(self) -> FidConfig:
+        if self.reference is not None:
+            check_short_form("reference", self.reference, "evaluation.reference", [self.evaluation.reference])
+        return self
+
     def choices(self) -> list[FidConfig]:
-        """Return one configuration for each combination of weights, ema_length, guidance, cfg_scale and sampler settings."""
-        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance", "cfg_scale")} | self.model_extra
+        """Return one configuration for each combination of weights, ema_length, guidance and sampler settings."""
+        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance")} | self.model_extra
         return [self.model_copy(update=choice) for choice in combinations(listed)]
 
 
-class Role(Enum):
-    """How a key affects a run. Keys without a role (paths, logging, speed) do not distinguish experiments.
-
-    The value of a role lists its keys. A group's role applies to all unlisted keys in the group.
-    """
-
-    ARCHITECTURE = (  # must be equal wherever the weights are used: init_from, autoguidance, resume
-        "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
-        "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
-    )  # fmt: skip
-    FIXED = (  # is fixed at the start
-        "seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size", "train.optimizer",
-    )  # fmt: skip
-    FIXED_NO_EFFECT = ("train.ema_lengths",)  # is fixed at the start, but does not affect the figures of the run
-    CHANGE_LOGGED = (  # may change on a resume, which logs the change; it distinguishes experiments
-        "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",
-        "train.ema_decay", "train.precision", "train.tf32",
-    )  # fmt: skip
-    CHANGE_ALLOWED = (  # may change on a resume; it distinguishes experiments
-        "data.name", "data.resolution", "data.autoencoder", "diffusion.sampler", "sample.rounding", "train.num_steps",
-        "eval.num_steps", "eval.labels", "eval.precision", "evaluation.detector",
-    )  # fmt: skip
-
-
-SAME_RUN = (Role.ARCHITECTURE, Role.FIXED, Role.FIXED_NO_EFFECT)
-_ROLE_OF = {key: role for role in Role for key in role.value} | {"alignment.encoder_weights": None}  # a path has no role
-
-
-def find_role(key: str) -> Role | None:
-    """Return the role of a train.py key. An unlisted key has the role of its innermost listed group."""
-    while key and key not in _ROLE_OF:
-        key = key.rpartition(".")[0]
-    return _ROLE_OF.get(key)
-
-
-def differences(stored: Settings | dict, current: Settings | dict, roles: Sequence[Role] | None = None) -> list[str]:
-    """Return `key: stored -> current` for every changed key. If `roles` is given, keys with other roles are ignored."""
+def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:
+    """Return `key: stored -> current` for every changed key."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
         f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (roles is None or find_role(key) in roles)
+        if old.get(key) != new.get(key)
     ]
+
+
+def differences_for(use: Use, stored: TrainConfig, current: TrainConfig) -> list[str]:
+    """Return the `differences` of two training configurations in the keys whose role names `use`."""
+    roles = roles_of(stored) | roles_of(current)
+    return [line for line in differences(stored, current) if use in roles[line.partition(":")[0]].noticed_by]

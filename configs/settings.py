@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
-from typing import Annotated, TypeVar, Union
+from copy import deepcopy
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -17,6 +19,7 @@ class Settings(BaseModel):
     """Base class for frozen settings. Unknown keys, missing keys and values of the wrong type raise an error."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # pydantic builds it on first use
+    removed: ClassVar[dict[str, Any]] = {}  # removed keys, such as train.lr, that `read_stored` accepts with this value
 
 
 S = TypeVar("S", bound=Settings)
@@ -38,8 +41,8 @@ def validate(raw: dict, kind: type[T]) -> T:
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
 
 
-def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
-    """Format the wrong key, its value and pydantic's message. Omit union branches, which pydantic adds to the key's path."""
+def _find(error: dict, raw: dict) -> str:
+    """Return the dotted key of pydantic's error. Union branches, which pydantic adds to the key's path, are omitted."""
     path, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
@@ -48,14 +51,48 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
-    key = ".".join(path)
+    return ".".join(path)
+
+
+def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
+    """Format the wrong key, its value and pydantic's message."""
+    key = _find(error, raw)
     if error["type"] == "missing":
-        return f"{'.'.join([*path, str(error['loc'][-1])])}= is missing"
+        return f"{key}.{error['loc'][-1]}= is missing".removeprefix(".")
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{key} is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
     return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
+
+
+def read_stored(raw: dict, kind: type[S], source: object) -> S:
+    """Convert settings that an earlier version may have stored in the file `source` to settings of this version.
+
+    A key that the file lacks gets the default in `kind`, which is the value that earlier versions meant. A key in `kind.removed`
+    is accepted with the value there. Raises UserError with one line that names all unknown, missing and wrong keys.
+    """
+    raw, problems = deepcopy(raw), []
+    for key, value in kind.removed.items():
+        *groups, name = key.split(".")
+        group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
+        if (found := group.pop(name, value)) != value:
+            problems.append(f"{key}={found!r}, but this version has no such key and always uses {value!r}")
+    try:
+        settings = TypeAdapter(kind).validate_python(raw)
+    except ValidationError as e:
+        keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
+        for error in e.errors():
+            if error["type"] == "missing":
+                keys["missing keys"].append(f"{_find(error, raw)}.{error['loc'][-1]}".removeprefix("."))
+            elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+                keys["unknown keys"].append(_find(error, raw))
+            else:
+                problems.append(_explain(error, raw, ()).replace("\n", "; "))
+        problems = [f"{what}: {', '.join(names)}" for what, names in keys.items() if names] + problems
+    if problems:
+        raise UserError(f"{source} cannot be read: {'; '.join(dict.fromkeys(problems))}")
+    return settings
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from common.randomness import SampleRandom
+from common.roles import Compared, SameLatents, SameWeights
 from common.types import FiniteFloat, PositiveFloat, settings
 from edm.sampler import HeunSampler
 
@@ -25,11 +26,11 @@ class EDM:
         sampler: Heun sampler and its settings.
     """
 
-    sigma_data: PositiveFloat = 0.5
+    sigma_data: SameWeights[PositiveFloat] = 0.5
     P_mean: FiniteFloat = -1.2
     P_std: PositiveFloat = 1.2
-    sampler: HeunSampler = HeunSampler()
-    name: Literal["edm"] = "edm"  # selected with diffusion=edm
+    sampler: Compared[HeunSampler] = HeunSampler()
+    name: SameLatents[Literal["edm"]] = "edm"  # selected with diffusion=edm
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return c_skip, c_out, c_in and c_noise (Table 1, column "Ours"). Each coefficient has the shape of sigma."""

@@ -21,6 +21,10 @@ from configs.settings import validate
 from evaluations.metrics import standard_error
 from evaluations.suite import format_metric
 
+# The values that results mean by settings that they lack. A new setting needs a line here with the value that older results
+# mean. Guidance and sampler settings need no line, because results hold only those that differ from their defaults.
+DEFAULTS = {"labels": "random", "first_seed": 0}
+
 
 @dataclass(frozen=True)
 class Point:
@@ -67,8 +71,8 @@ class Results:
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        key = json.loads(json.dumps(point.key | self.conditions))
-        return next((line for line in self.lines if without_paths(line["point"]) == key), None)
+        key = without_defaults(json.loads(json.dumps(point.key | self.conditions)))
+        return next((line for line in self.lines if without_defaults(without_paths(line["point"])) == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
@@ -90,7 +94,7 @@ class Results:
         """
 
         def conditions(line: dict) -> list:
-            return [line["point"].get(key) for key in self.conditions]
+            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.conditions]
 
         rows, cells = [], []
         for line in self.lines:
@@ -127,6 +131,11 @@ class Results:
 def without_paths(settings: dict) -> dict:
     """Return a point's settings without the entries that contain paths."""
     return {name: value for name, value in settings.items() if name not in ("checkpoint", "images", "guidance.checkpoint")}
+
+
+def without_defaults(settings: dict) -> dict:
+    """Return the settings that are set and differ from DEFAULTS, which is how settings of different versions are compared."""
+    return {name: value for name, value in settings.items() if value is not None and value != DEFAULTS.get(name)}
 
 
 def differ(line: dict, other: dict, metric: str) -> bool:

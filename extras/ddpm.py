@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
+from common.roles import Compared, SameLatents
 from common.types import Steps, settings
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # from arXiv 2006.11239, section 4; DiT uses the same values
@@ -111,8 +112,8 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
 class DDPM:
     """DDPM's denoiser and sampler, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 
-    sampler: AncestralSampler = AncestralSampler()
-    name: Literal["ddpm"] = "ddpm"  # selected by diffusion=ddpm
+    sampler: Compared[AncestralSampler] = AncestralSampler()
+    name: SameLatents[Literal["ddpm"]] = "ddpm"  # selected by diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15). If the network learned a variance, also return v.

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpoints import store
+from checkpoints.load import load_config
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file
 from runtime.processes import on_main
@@ -50,7 +51,7 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
 
 def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
     """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `solve`."""
-    step, lengths = store.read_step(folder), store.read_config(folder)["train"]["ema_lengths"]
+    step, lengths = store.read_step(folder), load_config(folder).train.ema_lengths
     files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
     files[step] = folder / f"{FILE}.safetensors"
     return files, lengths, *solve([(t, x) for t in files for x in lengths], (step, length))

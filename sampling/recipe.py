@@ -69,7 +69,7 @@ class Recipe:
             UserError: The run's sampler, network or checkpoint does not support a setting, or some settings are incompatible.
         """
         run, content = load_config(folder), store.hash_checkpoint(folder)
-        guidance = with_weak_checkpoint(with_scale(command.guidance, command.cfg_scale), run)
+        guidance = with_weak_checkpoint(command.guidance, run)
         if guidance.name == "autoguidance":
             content += store.hash_checkpoint(Path(guidance.checkpoint))
         average = None
@@ -122,15 +122,6 @@ class Recipe:
             is_compiled=resolve_compile(compile_mode, device) != "none",
             weak=weak,
         )
-
-
-def with_scale(settings: schema.Guidance, cfg_scale: float | None) -> schema.Guidance:
-    """Set `guidance.cfg_scale` to `cfg_scale` unless it is None. Raises UserError if the guidance method has no `cfg_scale`."""
-    if cfg_scale is None:
-        return settings
-    if not hasattr(settings, "cfg_scale"):
-        raise UserError(f"cfg_scale={cfg_scale:g} needs guidance=cfg, interval or path_drop, not guidance={settings.name}")
-    return settings.model_copy(update={"cfg_scale": cfg_scale})
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
@@ -224,7 +215,6 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
     if settings.name != "autoguidance":
         return settings
     folder = find_weak_checkpoint(settings.checkpoint)
-    changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
-    if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
+    if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})

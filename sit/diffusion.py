@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.randomness import SampleRandom
+from common.roles import Compared, SameLatents
 from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings
 from sit.sampler import FlowSampler
 
@@ -38,8 +39,8 @@ class SiT:
     logit_mean: FiniteFloat = 0.0
     logit_std: PositiveFloat = 1.0
     cosine_weight: NonNegativeFloat = 0.0
-    sampler: FlowSampler = FlowSampler()
-    name: Literal["sit"] = "sit"  # selected with diffusion=sit
+    sampler: Compared[FlowSampler] = FlowSampler()
+    name: SameLatents[Literal["sit"]] = "sit"  # selected with diffusion=sit
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """Return the network's estimate of v = E[eps - x | x_t], (B, C, H, W) float32.

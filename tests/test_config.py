@@ -3,10 +3,13 @@
 import pytest
 import torch
 from conftest import REPOSITORY, checked, make_shard
+from pydantic import create_model
 
 from common.errors import UserError
+from common.roles import Free, SameRun, roles_of
 from configs import schema
-from configs.settings import flatten
+from configs.compose import compose_overrides
+from configs.settings import Settings, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
@@ -104,7 +107,7 @@ def test_the_defaults_are_the_papers_except_for_the_digits():
     assert (cfg.diffusion.P_mean, cfg.diffusion.P_std, cfg.diffusion.sigma_data) == (-1.2, 1.2, 0.5)
     assert cfg.diffusion.sampler.num_steps == 40
     dit, tread = (checked([f"model={model}"]) for model in ("dit", "tread"))
-    assert [line.partition(":")[0] for line in schema.differences(dit, tread, schema.SAME_RUN)] == ["model.name", "model.routes"]
+    assert [line.partition(":")[0] for line in schema.differences_for("resume", dit, tread)] == ["model.name", "model.routes"]
 
 
 def test_every_key_has_a_comment():
@@ -116,11 +119,26 @@ def test_every_key_has_a_comment():
             assert not is_value or key.split()[0] in own_words or "#" in line, f"{file.relative_to(REPOSITORY)}: {line}"
 
 
-def test_every_key_with_a_role_exists():
-    keys = {*flatten(checked().model_dump()), *flatten(checked(["diffusion=sit", "alignment=repa"]).model_dump())}
-    assert {key for key in schema._ROLE_OF if not any(f"{other}.".startswith(f"{key}.") for other in keys)} == set()
-    assert schema.find_role("diffusion.sampler.rho") is schema.Role.CHANGE_ALLOWED
-    assert schema.find_role("diffusion.P_mean") is schema.Role.FIXED and schema.find_role("train.log_every") is None
+def test_every_key_has_a_role():
+    for choices in ([], ["model=sprint", "diffusion=sit", "alignment=repa"], ["diffusion=ddpm", "model=lightningdit"]):
+        cfg = checked(choices)
+        roles = roles_of(cfg)  # raises TypeError for a key without a role
+        assert roles.keys() >= flatten(cfg.model_dump()).keys()
+        assert roles["diffusion.sampler.num_steps"].noticed_by == ("report",) and roles["train.log_every"].noticed_by == ()
+        assert "init_state=weights" in roles["diffusion.name"].noticed_by
+        assert roles["model.routes"].noticed_by == ("resume", "report")
+
+
+def test_a_key_without_a_role_is_an_error():
+    class Group(Settings):
+        stated: Free[int] = 1
+        forgotten: int = 2
+
+    assert roles_of(create_model("C", __base__=Settings, group=(SameRun[Group], ...))(group=Group())).keys() == {
+        "group", "group.stated", "group.forgotten",
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="group.forgotten has no role"):
+        roles_of(create_model("C", __base__=Settings, group=(Group, ...))(group=Group()))
 
 
 @pytest.mark.parametrize(
@@ -209,3 +227,41 @@ def test_a_run_is_named_after_the_settings_that_distinguish_it():
     assert name("experiment=table2/dit_b2", "seed=2") == "table2_dit_b2_seed2"
     long = [name(f"model.routes=[{{selection_ratio:0.{i},start_layer_idx:2,end_layer_idx:-4}}]", "train.lr=1e-4") for i in (3, 4)]
     assert all(len(one) == 60 for one in long) and long[0] != long[1]
+
+
+def test_stored_settings_are_read_as_this_version_means_them():
+    class Route(Settings):
+        ratio: float
+        start: int = 3  # added later
+
+    class Run(Settings):
+        removed = {"route.shuffle": False, "seeds": [0]}
+        route: Route
+        name: str
+
+    new = Run(route=Route(ratio=0.5), name="a")
+    assert read_stored({"route": {"ratio": 0.5}, "name": "a"}, Run, "x.yaml") == new
+    older = {"route": {"ratio": 0.5, "shuffle": False}, "name": "a", "seeds": [0]}
+    assert read_stored(older, Run, "x.yaml") == new and older["seeds"] == [0]
+    other = {"route": {"ratio": "half", "shuffle": True, "speed": 2}, "epochs": 3}
+    with pytest.raises(UserError) as error:
+        read_stored(other, Run, "x.yaml")
+    assert str(error.value) == (
+        "x.yaml cannot be read: unknown keys: route.speed, epochs; missing keys: name; route.shuffle=True, but this version has "
+        "no such key and always uses False; route.ratio='half': Input should be a valid number"
+    )
+
+
+def test_a_short_form_and_its_key_set_the_same_value():
+    guided = ["guidance=interval", "guidance.level_lo=0.1", "guidance.level_hi=0.5"]
+    for given, scale in (("", 1.5), ("cfg_scale=2", 2), ("guidance.cfg_scale=2", 2), ("cfg_scale=2 guidance.cfg_scale=2.0", 2)):
+        assert checked(["checkpoint=a", *guided, *given.split()], "sample").guidance.cfg_scale == scale
+    for given in ("cfg_scale=[1.0,2.0]", "guidance.cfg_scale=[1.0,2.0]"):
+        choices = checked(["checkpoint=a", *guided, given, "weights=[ema,raw]"], "fid").choices()
+        assert [(one.weights, one.guidance.cfg_scale) for one in choices] == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
+    for given in ("reference=a.npz", "evaluation.reference=a.npz", "+evaluation.reference=a.npz"):
+        assert checked(["checkpoint=a", given], "fid").evaluation.reference == "a.npz"
+    with pytest.raises(UserError, match="^cfg_scale=2.0 and guidance.cfg_scale=3.0 set the same thing; give one of them$"):
+        checked(["checkpoint=a", "guidance=cfg", "guidance.cfg_scale=3", "cfg_scale=2"], "sample")
+    for guidance in ("cfg", "interval", "path_drop"):
+        assert compose_overrides([f"guidance={guidance}"]).guidance.cfg_scale == 1.5

@@ -9,18 +9,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import forget_accelerate, metrics, renew_manifest, run_fid, run_sample, weights
+from conftest import checked, forget_accelerate, metrics, renew_manifest, run_fid, run_sample, weights
+from omegaconf import OmegaConf
 from PIL import Image
+from pydantic import create_model
 
 import dit
 import prepare_latents
 import train
-from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints import load, store
+from checkpoints.resume import check_resume
+from checkpoints.run import RunFolder
+from common.errors import UserError
+from common.roles import Compared, SameRun
+from common.types import NonNegativeFloat, settings
+from configs import schema
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
-from configs.schema import TrainConfig
+from configs.settings import flatten
+from edm import EDM
+from edm.sampler import HeunSampler
+from evaluations import results
 from extras.report.__main__ import main as report
+from extras.report.experiments import group
 from extras.report.runs import LOSS, read_runs
 from latents.shards import LatentDataset
 
@@ -42,7 +53,7 @@ def copy(tmp_path, monkeypatch):
 
 def run_train(*overrides):
     forget_accelerate()
-    train.main(parse_config(compose_overrides([*COMMAND, *overrides]), TrainConfig, [*COMMAND, *overrides]))
+    train.main(parse_config(compose_overrides([*COMMAND, *overrides]), schema.TrainConfig, [*COMMAND, *overrides]))
 
 
 def contents(folder="."):
@@ -171,7 +182,7 @@ def test_configurations_of_all_choices_are_read(name, tmp_path):
     folder.mkdir()
     shutil.copy(Path("configurations") / name, folder / "config.yaml")
     renew_manifest(folder)
-    cfg, stored = load_config(folder), store.read_config(folder)
+    cfg, stored = load.load_config(folder), store.read_config(folder)
     read = json.loads(json.dumps(cfg.model_dump()))
 
     def holds(found, expected):
@@ -180,3 +191,105 @@ def test_configurations_of_all_choices_are_read(name, tmp_path):
         return found == expected
 
     assert holds(read, json.loads(json.dumps(stored)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A version with one more key, which reads what earlier versions wrote.
+
+
+@settings
+class DampedHeun(HeunSampler):
+    damping: NonNegativeFloat = 0.0
+
+
+@settings
+class DampedEDM(EDM):
+    sampler: Compared[DampedHeun] = DampedHeun()
+
+
+@pytest.fixture
+def damped(monkeypatch):
+    """Fixture: EDM's sampler has one more setting, whose default is what earlier versions did."""
+    load._load_config.cache_clear()
+    monkeypatch.setitem(schema.DIFFUSIONS, "edm", f"{__name__}:DampedEDM")
+    yield
+    load._load_config.cache_clear()
+
+
+@pytest.fixture
+def with_patience(monkeypatch):
+    """Fixture: train.patience is one more key of training, which distinguishes experiments and was 0 in earlier versions."""
+    load._load_config.cache_clear()
+    train_group = create_model("Train", __base__=schema.Train, patience=(SameRun[int], 0))
+    monkeypatch.setattr(schema, "TrainConfig", create_model("TrainConfig", __base__=schema.TrainConfig, train=(train_group, ...)))
+    yield
+    load._load_config.cache_clear()
+
+
+@pytest.mark.parametrize("folder", SAMPLED)
+def test_a_new_sampler_setting_neither_refuses_nor_duplicates_a_folder(damped, folder):
+    test_missing_images_are_added_to_a_folder_and_equal_the_older_ones(folder)
+    if "output=generated/guided" in SAMPLED.get(folder, ()):
+        with pytest.raises(UserError, match="sampler.damping: 0.0 -> 0.5"):
+            run_sample(f"checkpoint={RUN}", "num_steps=4", "+damping=0.5", *SAMPLED[folder])
+
+
+def test_a_new_sampler_setting_gets_another_default_folder_only_if_it_is_set(damped):
+    for damping in (0.0, 0.5, 0.5):
+        run_sample(f"checkpoint={RUN}", "num_steps=4", f"+damping={damping}", "seeds=0", "npz=false")
+    folders = sorted((RUN / "generated").iterdir())
+    assert len(folders) == 2 and {len([*folder.glob("seed_*")]) for folder in folders} == {1, 2}
+
+
+def test_a_new_sampler_setting_repeats_no_evaluation_and_refuses_no_resume(damped, caplog):
+    test_finished_results_are_not_computed_again(caplog)
+    test_a_checkpoint_is_resumed_as_if_the_run_had_not_stopped()
+
+
+def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experiment(with_patience):
+    cfg = load.load_config(RUN)
+    assert cfg.train.patience == 0
+    check_resume(RUN / "checkpoints" / "step_0000006", cfg)
+    other = cfg.model_copy(update={"train": cfg.train.model_copy(update={"patience": 3})})
+    with pytest.raises(UserError, match="train.patience: 0 -> 3"):
+        check_resume(RUN / "checkpoints" / "step_0000006", other)
+    for seed, stored in ((1, cfg), (2, other)):  # both runs store the new key
+        name = f"tread_seed{seed}"
+        shutil.copytree(RUN, f"trained/{name}", ignore=shutil.ignore_patterns("checkpoints", "evaluations"))
+        RunFolder("trained", name).write_config(stored.model_copy(update={"seed": seed}).model_dump())
+    experiments = group(read_runs([Path("trained")])[0])[0]["Other runs on latents"]
+    assert sorted([run.cfg.seed for run in experiment.runs] for experiment in experiments) == [[0, 1], [2]]
+
+
+def test_a_new_condition_repeats_no_evaluation_and_splits_no_figure(monkeypatch):
+    monkeypatch.setitem(results.DEFAULTS, "crop", "none")
+    stored = json.loads((RUN / "evaluations" / "results.jsonl").read_text().splitlines()[0])
+    about = {key: stored["point"][key] for key in ("num_samples", "detector", "first_seed", "labels", "reference")}
+    names = ("checkpoint", "weights", "cfg_scale", "num_steps", "precision")
+    point = results.Point({key: stored["point"][key] for key in names}, stored["point"]["content"], {})
+    folder = RUN / "evaluations"
+    assert results.Results(folder, about).find(point) and results.Results(folder, about | {"crop": "none"}).find(point)
+    assert not results.Results(folder, about | {"crop": "square"}).find(point)
+
+
+def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch):
+    load._load_config.cache_clear()
+    text = (RUN / "config.yaml").read_text()
+    (RUN / "config.yaml").write_text(text.replace("  log_every: 3\n", "  log_every: 3\n  fused: true\n"))
+    with pytest.raises(UserError, match="^trained/tread/config.yaml cannot be read: unknown keys: train.fused$"):
+        load.load_config(RUN)
+    monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": True})
+    assert load.load_config(RUN).name == "tread"
+    monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": False})
+    load._load_config.cache_clear()
+    with pytest.raises(UserError, match="train.fused=True, but this version has no such key and always uses False"):
+        load.load_config(RUN)
+    load._load_config.cache_clear()
+
+
+def test_every_key_with_a_default_is_in_the_configurations():
+    """A default in the schema is the value of older runs. If a command's YAML files lack the key, nobody sees its value."""
+    for choices in ([], ["model=sprint", "alignment=repa", "diffusion=sit"]):
+        composed = OmegaConf.to_container(compose_overrides(choices))
+        filled = {f"data.{key}" for key in ("scale_factor", "latents_mean", "latents_std", "resolution")}  # read from the latents
+        assert {key for key in flatten(checked(choices).model_dump())} - flatten(composed).keys() == filled

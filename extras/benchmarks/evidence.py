@@ -20,6 +20,7 @@ from scipy.special import nctdtrinc
 from scipy.stats import t
 
 from checkpoints import store
+from checkpoints.load import load_config
 from checkpoints.run import read_metrics
 from common.files import read_json, read_lines, write_atomically
 from common.types import Text
@@ -273,9 +274,9 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
-        config, start = store.read_config(run), next(read_lines(run / "starts.jsonl"))
+        cfg, start = load_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
-        about = {"arm": arm, "seed": config["seed"], "lr": config["train"]["lr"], "commit": start["commit"]}
+        about = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
         weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
         trained = read_metrics(run / "metrics.jsonl")

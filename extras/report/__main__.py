@@ -61,7 +61,7 @@ def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
             if experiment.row.get(key):
                 yield f"  - {key}: {experiment.row[key]}"
         for run in experiment.runs:
-            yield f"  - {run.path.name}, step {run.step:,} of {run.config['train.num_steps']:,}"
+            yield f"  - {run.path.name}, step {run.step:,} of {run.cfg.train.num_steps:,}"
             for start in run.starts:
                 commit = f"commit {start['commit']}{' with local changes' if start['modified'] else ''}"
                 machine = f"{machine_of(start)}, torch {start['torch']}, {commit}, {start['time']}"

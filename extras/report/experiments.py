@@ -10,8 +10,10 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
+from common.roles import roles_of
+from configs.command_line import parse_config
 from configs.compose import compose_overrides
-from configs.schema import Role, find_role
+from configs.schema import TrainConfig
 from configs.settings import flatten
 from extras.experiments import ROWS
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run
@@ -86,10 +88,10 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     found: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
     for run in sorted(runs, key=lambda run: -run.step):
-        identity = identity_of(run.config)
+        identity = identity_of(run.cfg)
         key = (run.row.get("name"), repr(sorted(identity.items())))
         experiment = found.setdefault(key, Experiment([], identity, changes_of(run)))
-        if same := [other for other in experiment.runs if other.config["seed"] == run.config["seed"]]:
+        if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
             problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
         else:
             experiment.runs.append(run)
@@ -103,16 +105,15 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     tables: dict[str, list[Experiment]] = {}
     for experiment in experiments:
         experiment.baseline = find_baseline(experiment, experiments)
-        name = experiment.row.get("table") or f"Other runs on {experiment.runs[0].config['data.name']}"
+        name = experiment.row.get("table") or f"Other runs on {experiment.runs[0].cfg.data.name}"
         tables.setdefault(name, []).append(experiment)
     return tables, problems
 
 
-def identity_of(config: dict) -> dict[str, object]:
+def identity_of(cfg: TrainConfig) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
-    identity = {
-        key: value for key, value in config.items() if find_role(key) not in (None, Role.FIXED_NO_EFFECT) and key != "seed"
-    }
+    roles = roles_of(cfg)
+    identity = {key: value for key, value in flatten(cfg.model_dump()).items() if "report" in roles[key].noticed_by}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
@@ -131,9 +132,9 @@ def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """Return (row value, run value) for each key that differs. Skip data.* keys for which the row has no value."""
     if run.row.get("name") not in ROWS:
         return {}
-    composed = OmegaConf.merge(compose_row(run.row["name"]), {key: run.config[key] for key in ("seed", "output_dir")})
-    row = identity_of(flatten(OmegaConf.to_container(composed, resolve=True)))
-    changed = {key: (row[key], value) for key, value in identity_of(run.config).items() if key in row and value != row[key]}
+    composed = OmegaConf.merge(compose_row(run.row["name"]), {key: getattr(run.cfg, key) for key in ("seed", "output_dir")})
+    row = identity_of(parse_config(composed, TrainConfig))
+    changed = {key: (row[key], value) for key, value in identity_of(run.cfg).items() if key in row and value != row[key]}
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}
 
 

@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from checkpoints import store
+from checkpoints.load import load_config
 from checkpoints.run import read_metrics
-from common.errors import UserError, as_user_error
+from common.errors import UserError
 from common.files import read_lines
 from common.types import FiniteFloat, NonNegativeInt
-from configs.settings import flatten, validate
-from evaluations.results import in_words
+from configs.schema import TrainConfig
+from configs.settings import validate
+from evaluations.results import in_words, without_defaults
 
 UNGUIDED = "none"
-NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
-# Settings in fid.py results that `Measure.settings` always omits, and settings that it omits at their default values.
-OMITTED = ("checkpoint", "content", "num_samples", "detector")
-DEFAULTS = {"labels": "random", "first_seed": 0}
+OMITTED = ("checkpoint", "content", "num_samples", "detector")  # settings in fid.py results that `Measure.settings` omits
 
 
 class Measure(NamedTuple):
@@ -82,11 +80,15 @@ class Run:
     """The contents of a run folder."""
 
     path: Path
-    config: dict  # values by dotted key
-    row: dict  # experiment.* from the configuration, empty if the run has no row
+    cfg: TrainConfig
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, from the training lines
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # values by measure and step, including LOSS
+
+    @property
+    def row(self) -> dict:
+        """Return the description of the run's row, which is empty if the run has no row."""
+        return self.cfg.experiment or {}
 
     @property
     def step(self) -> int:
@@ -115,9 +117,9 @@ class Run:
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
+        settings = without_defaults(settings)
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
-        others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             self.figures.setdefault(Measure(metric, num_samples, words, in_words(others)), {})[step] = value
@@ -134,7 +136,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             if file.parent.parent.name != "checkpoints":
                 runs.append(read_run(file.parent))
         except UserError as e:
-            problems[str(file)] = str(e)
+            problems[str(file)] = str(e).replace(str(file), "it", 1)
     for file in find_files(folders, "results.jsonl"):
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
@@ -149,14 +151,8 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    with as_user_error("it"):
-        stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    config = flatten(stored) if isinstance(stored, dict) else {}
-    if missing := NEEDED - config.keys():
-        raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    run = Run(path, config, config.pop("experiment") or {}, starts)
-    lines = read_metrics(path / "metrics.jsonl")
+    run, lines = Run(path, load_config(path), starts), read_metrics(path / "metrics.jsonl")
     for line in lines["training"]:
         run.speeds[line["step"]] = line["steps_per_sec"]
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]

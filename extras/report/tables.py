@@ -36,7 +36,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
             step, values = [*experiment.curve(measure).items()][-1]
             row = {
                 "Experiment": experiment.label,
-                "Seeds": ", ".join(sorted(str(run.config["seed"]) for run in experiment.furthest(measure))),
+                "Seeds": ", ".join(sorted(str(run.cfg.seed) for run in experiment.furthest(measure))),
                 "Step": f"{step:,} of {planned:,}" if step < planned else f"{step:,}",
                 "Images seen": f"{step * batch_size:,}",
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
