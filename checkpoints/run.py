@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 # Kinds of lines in metrics.jsonl, with the field that only lines of this kind have. All lines have a `step`.
-# training: losses and speed since the previous training line, and norms (`Trainer.pop_metrics`, `training.metrics.METRICS`)
+# training: losses and speed since the previous training line, and norms (`Trainer.pop_metrics`, `training.metrics.STEP_METRICS`)
 # evaluation: `metrics` of samples or held-out latents, and what identifies the evaluation (`training.hooks.EvaluationHook`)
 FIELD_OF_KIND = {"training": "loss", "evaluation": "metrics"}
 
