@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingLine(BaseModel, strict=True):
-    """A line of metrics.jsonl with losses, speed and norms since the previous one (`Trainer.pop_metrics`, `training.metrics`)."""
+    """A line of metrics.jsonl with losses, speed and norms since the previous one (`Trainer.pop_metrics`, `STEP_METRICS`)."""
 
     step: NonNegativeInt
     loss: FiniteFloat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,3 +231,27 @@ def test_labels_that_a_detector_does_not_know_and_infinite_values_are_left_out(d
     far = Statistics(torch.full((64,), 1e200, dtype=torch.float64), torch.eye(64, dtype=torch.float64))
     huge = Features("digits", pool=samples.pool[:0], statistics={"pool": far})
     assert "fd_digits" not in evaluate(huge, samples) and "no fd_digits: the value is NaN or infinite" in caplog.text
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8])
+def test_features_that_four_processes_compute_are_those_of_one_process_in_order(monkeypatch, count):
+    lengths, gathered = set(), {1: [], 3: []}  # by number of features
+
+    def compute(start, stop):
+        """Compute features as `Evaluator` does for images: no process reads beyond the last image."""
+        lengths.add(stop - start)
+        items = torch.arange(min(start, count - 1), min(stop, count)) if count else torch.empty(0)
+        return [Features("d", pool=items[:, None].float(), spatial=items[:, None].repeat(1, 3).float())]
+
+    def gather(tensor):
+        parts = gathered[tensor.shape[1]]
+        parts.insert(0, tensor)
+        assert len({len(part) for part in parts}) == 1
+        return parts if len(parts) == 4 else []
+
+    monkeypatch.setattr(evaluator, "gather_on_main", gather)
+    for rank in (3, 2, 1, 0):  # the main process gathers last
+        accelerator = SimpleNamespace(num_processes=4, process_index=rank, is_main_process=rank == 0)
+        found = evaluator.shared_features(accelerator, count, compute)
+        assert len(found) == (rank == 0) and len(lengths) == 1  # all processes call collectives equally often
+    assert found[0].pool.flatten().tolist() == [*range(count)] and found[0].spatial.shape == (count, 3)

@@ -8,7 +8,7 @@ from conftest import losses, metrics, run_train, weights
 
 from checkpoints.run import read_metrics
 from training.hooks import LogMetrics
-from training.metrics import METRICS
+from training.metrics import STEP_METRICS
 
 
 def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipping(tmp_path, monkeypatch):
@@ -45,7 +45,7 @@ def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
         steps.append(trainer.step)
         return max(p.detach().abs().max() for p in trainer.parameters.values())
 
-    monkeypatch.setitem(METRICS, "largest_weight", largest_weight)
+    monkeypatch.setitem(STEP_METRICS, "largest_weight", largest_weight)
     run = run_train(tmp_path, "run", "train.log_every=3")
     assert [line["largest_weight"] > 0 for line in metrics(run)] == [True, True] and steps == [2, 5]
 

@@ -37,6 +37,8 @@ if what == "wait":
     found.append([part.tolist() for part in processes.gather_on_main(torch.tensor([rank, 7]))])
     slow(rank == 0)
     processes.wait_for_all()
+    kept = processes.keep_on_main(lambda: open(f"{folder}/kept", "w"))  # no other process can receive an open file
+    found.append(kept.name.endswith("kept") if rank == 0 else kept)
     try:
         processes.on_main(fail)
     except UserError as e:
@@ -83,7 +85,8 @@ def run(tmp_path):
 
 def test_processes_wait_for_one_that_works_alone_for_longer_than_the_timeout_of_an_exchange(run):
     main, other = run("wait")
-    assert main[0] == other[0] == 0 and main[2] == other[2] == "refused"
+    assert main[0] == other[0] == 0 and main[3] == other[3] == "refused"
+    assert main[2] is True and other[2] is None
     assert (main[1], other[1]) == ([[0, 7], [1, 7]], [])
 
 

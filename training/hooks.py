@@ -23,7 +23,7 @@ from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import sampler_settings, with_sampler
 from sampling.sampler import ImageSampler, draw_labels
-from training.metrics import METRICS
+from training.metrics import STEP_METRICS
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LogMetrics(Hook):
-    """A hook that writes a training line with losses, speed and `METRICS` to metrics.jsonl and to Weights & Biases."""
+    """A hook that writes a training line with losses, speed and `STEP_METRICS` to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
     every: int
     check: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
-    measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # the `METRICS` of the last step
+    measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # the `STEP_METRICS` of the last step
 
     def measure(self, trainer: Trainer) -> None:
-        self.measured = {name: metric(trainer) for name, metric in METRICS.items()}
+        self.measured = {name: metric(trainer) for name, metric in STEP_METRICS.items()}
 
     def __call__(self, trainer: Trainer) -> None:
         self.check()

@@ -22,4 +22,4 @@ def weight_norm(trainer: Trainer) -> Tensor:
 
 # Functions by name in metrics.jsonl. The trainer calls them in the last step before a training line, after the backward pass and
 # before the update. They return a number on the device, [], and must not read it, because that would wait for the device.
-METRICS: dict[str, Callable[[Trainer], Tensor]] = {"grad_norm": grad_norm, "weight_norm": weight_norm}
+STEP_METRICS: dict[str, Callable[[Trainer], Tensor]] = {"grad_norm": grad_norm, "weight_norm": weight_norm}
