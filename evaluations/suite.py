@@ -112,7 +112,7 @@ def evaluate(
         log.warning("no %s: the value is NaN or infinite", ", ".join(infinite))
     if missing := [name for name, value in values.items() if value is None]:
         needs = "images (a distance needs 2, recall 4), statistics, or labels of the detector's classes"
-        log.info("no %s: too few %s", ", ".join(missing), needs)
+        log.info("no %s: missing %s", ", ".join(missing), needs)
     return {name: value for name, value in values.items() if value is not None and isfinite(value)}
 
 

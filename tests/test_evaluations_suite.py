@@ -227,7 +227,7 @@ def test_labels_that_a_detector_does_not_know_and_infinite_values_are_left_out(d
     caplog.set_level("INFO")
     samples = detector.features(digits[0][:50])
     assert "class_agreement" not in evaluate(samples, samples, digits[1][:50] + 10)
-    assert "no class_agreement: too few images" in caplog.text
+    assert "no class_agreement: missing images" in caplog.text
     far = Statistics(torch.full((64,), 1e200, dtype=torch.float64), torch.eye(64, dtype=torch.float64))
     huge = Features("digits", pool=samples.pool[:0], statistics={"pool": far})
     assert "fd_digits" not in evaluate(huge, samples) and "no fd_digits: the value is NaN or infinite" in caplog.text
