@@ -10,10 +10,10 @@ returns the unguided estimate. A bound of None, the default, has no effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +32,18 @@ class GuidanceInputs:
         num_classes: Number of classes, which is also the index of the null class.
         routes_shape: Number of routes and number of tokens, (R, N).
         draw_route_noise: Function that draws new noise (B, R, N). Row i depends on image i's seed and the number of past calls.
-        weak: Denoiser for autoguidance's weak network.
+        weak: Denoiser of a second, weaker network, with the arguments of `denoise`.
+        weak_routes_shape: `routes_shape` of the weak network.
+        levels: Noise levels at which the sampler calls the denoiser, in descending order. Moving ratios need them.
     """
 
     denoise: Callable[..., Tensor]
     num_classes: int
     routes_shape: tuple[int, int] = (0, 0)
     draw_route_noise: Callable[[], Tensor] | None = None
-    weak: Denoiser | None = None
+    weak: Callable[..., Tensor] | None = None
+    weak_routes_shape: tuple[int, int] = (0, 0)
+    levels: Sequence[float] = ()
 
 
 Guidance = Callable[[GuidanceInputs], Denoiser]
@@ -77,29 +81,75 @@ def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | Non
     return _guide(label_and_weak, inputs.denoise, cfg_scale, **bounds)
 
 
-def sparse(inputs: GuidanceInputs, *, w: float, r_strong: float, r_weak: float, **bounds: float | None) -> Denoiser:
+def sparse(
+    inputs: GuidanceInputs,
+    *,
+    w: float,
+    r_strong: float,
+    r_weak: float,
+    r_strong_last: float | None = None,
+    r_weak_last: float | None = None,
+    **bounds: float | None,
+) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak). Both estimates use the class label.
 
-    The strong and weak branches use the same network, but more tokens skip its routes in the weak branch. Every denoiser call
-    selects new tokens. With uniform selection, the strong branch keeps every token that the weak branch keeps.
+    In both branches, tokens skip the routes. The weak branch evaluates the weak network, for example an earlier checkpoint of the
+    run. Without a weak network, it evaluates the same network, and more tokens must skip than in the strong branch. Every call of
+    the denoiser selects new tokens, with the same noise for both branches. With one network and uniform selection, the strong
+    branch keeps every token that the weak branch keeps.
+
+    A ratio is constant, or follows half a cosine from its first to its last value over the sampler's noise levels. The noise
+    level alone determines the ratio, so that D is a function of x and the noise level, as second-order solvers assume. Heun's
+    second evaluation of a step therefore has the ratios of the next step, which begins at the same noise level.
 
     Args:
         w: Guidance weight. A weight of 1 disables guidance and uses only the strong branch, which is dense if r_strong is 0.
-        r_strong, r_weak: Fractions of the tokens that SKIP the routes, 0 <= r_strong < r_weak < 1. At 0, no tokens skip.
+        r_strong, r_weak: Fractions of the tokens that SKIP the routes, in [0, 1). At 0, no tokens skip.
+        r_strong_last, r_weak_last: Fractions at the lowest noise level. None keeps a fraction constant.
 
-    Raise ValueError if the network has no routes or if the weak branch does not keep fewer tokens than the strong branch.
+    Raise ValueError if tokens must skip in a network without routes, if the routes of the two networks have different shapes, or
+    if there is one network and the weak branch does not keep fewer tokens than the strong branch.
     """
-    num_routes, N = inputs.routes_shape
-    if num_routes == 0:
+    (num_routes, N), moves = inputs.routes_shape, (r_strong_last, r_weak_last) != (None, None)
+    levels = np.asarray(inputs.levels if moves else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
+    if levels.size == 0:
+        raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
+    strong = move_by_cosine(r_strong, r_strong_last, len(levels))
+    weak = move_by_cosine(r_weak, r_weak_last, len(levels))
+    is_same_network = inputs.weak is None
+    if num_routes == 0 and (is_same_network or any(strong)):
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    if num_kept_tokens(N, r_weak) >= num_kept_tokens(N, r_strong):
-        raise ValueError(f"r_weak={r_weak} must leave fewer of the {N} tokens than r_strong={r_strong}")
+    if not is_same_network and any(weak) and inputs.weak_routes_shape != inputs.routes_shape:
+        both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_routes_shape, inputs.routes_shape))
+        raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
+    for low, high in zip(strong, weak):
+        if num_kept_tokens(N, high) >= num_kept_tokens(N, low) and is_same_network:
+            moved = " at each noise level" if moves else ""
+            raise ValueError(f"r_weak={high:.4g} must leave fewer of the {N} tokens than r_strong={low:.4g}{moved}")
 
-    def branches(ratios: tuple[float, ...], *batch: Tensor) -> list[Tensor]:
+    def ratios_at(level: Tensor) -> tuple[float, float]:
+        if not moves:
+            return r_strong, r_weak
+        lowest, highest = torch.stack(level.aminmax()).tolist()  # `tolist` waits for the device
+        if lowest != highest:
+            raise ValueError("a batch has several noise levels, which have different ratios; use one level per batch")
+        return tuple(float(np.interp(highest, levels[::-1], ratios[::-1])) for ratios in (strong, weak))
+
+    def branches(x: Tensor, level: Tensor, y: Tensor, count: int = 2) -> list[Tensor]:
+        ratios = ratios_at(level)[:count]
         route_noise = inputs.draw_route_noise() if any(ratios) else None
-        return [inputs.denoise(*batch, selection_ratios=ratio, route_noise=route_noise) for ratio in ratios]
+        networks = inputs.denoise, inputs.weak or inputs.denoise
+        return [net(x, level, y, selection_ratios=ratio, route_noise=route_noise) for net, ratio in zip(networks, ratios)]
 
-    return _guide(partial(branches, (r_strong, r_weak)), lambda *batch: branches((r_strong,), *batch)[0], w, **bounds)
+    return _guide(branches, lambda *batch: branches(*batch, count=1)[0], w, **bounds)
+
+
+def move_by_cosine(first: float, last: float | None, num_levels: int) -> list[float]:
+    """Return num_levels values from `first` to `last` that follow half a cosine, or equal values if `last` is None."""
+    if last is None:
+        return [first] * num_levels
+    parts = [(1 + math.cos(math.pi * i / max(num_levels - 1, 1))) / 2 for i in range(num_levels)]  # from exactly 1 to exactly 0
+    return [part * first + (1 - part) * last for part in parts]
 
 
 def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) -> Denoiser:

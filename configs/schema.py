@@ -15,7 +15,15 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    create_model,
+    model_serializer,
+    model_validator,
+)
 
 from common.errors import UserError
 from common.files import hash_bytes
@@ -174,6 +182,21 @@ class Sparse(Bounded):
     w: FiniteFloat
     r_strong: Fraction
     r_weak: Fraction
+    r_strong_last: Fraction | None = None
+    r_weak_last: Fraction | None = None
+    checkpoint: Checkpoint | None = None
+    weights: Weights = "ema"
+
+    @property
+    def moves(self) -> bool:
+        """Whether a ratio moves over the noise levels."""
+        return (self.r_strong_last, self.r_weak_last) != (None, None)
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit default values, so that the settings and folder names of earlier results stay valid."""
+        default = {name: field.default for name, field in type(self).model_fields.items() if not field.is_required()}
+        return {key: value for key, value in dump(self).items() if key not in default or value != default[key]}
 
 
 class Autoguidance(Bounded):

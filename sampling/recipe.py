@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,7 +35,7 @@ class Recipe:
     Attributes:
         run: Configuration of the run that trains the network, with the data settings filled in.
         diffusion: The run's diffusion, with the sampler settings to use.
-        guidance: Guidance settings. For autoguidance, `checkpoint` is the verified folder of the weak checkpoint.
+        guidance: Guidance settings. If they have a `checkpoint`, it is the verified folder of the weak checkpoint.
         precision: Precision of the networks, `fp32` or `bf16`.
         autoencoder: Name of the autoencoder that decodes the latents, in the form that `latents.autoencoders.build` accepts.
         checkpoint: Verified checkpoint folder, or None for a network in training.
@@ -70,8 +70,8 @@ class Recipe:
         """
         run, content = load_config(folder), store.hash_checkpoint(folder)
         guidance = with_weak_checkpoint(command.guidance, run)
-        if guidance.name == "autoguidance":
-            content += store.hash_checkpoint(Path(guidance.checkpoint))
+        if weak := weak_checkpoint(guidance):
+            content += store.hash_checkpoint(weak)
         average = None
         if command.ema_length is not None:
             from extras import posthoc_ema  # only this branch needs the module
@@ -100,15 +100,15 @@ class Recipe:
 
     def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
+        compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
         return self.image_sampler(net, decoder, device, compile_mode)
 
     def image_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
-        """Build a sampler for a network that was compiled with `compile_mode`. Also load autoguidance's weak network."""
+        """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
         weak = None
-        if self.guidance.name == "autoguidance":
-            folder = Path(self.guidance.checkpoint)
+        if folder := weak_checkpoint(self.guidance):
             weak = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
         return ImageSampler(
             net=net,
@@ -122,6 +122,22 @@ class Recipe:
             is_compiled=resolve_compile(compile_mode, device) != "none",
             weak=weak,
         )
+
+
+def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
+    """Return `mode`, or `none` if a recipe's ratios move, because each number of tokens would compile another variant."""
+    return "none" if any(getattr(recipe.guidance, "moves", False) for recipe in recipes) else mode
+
+
+def weak_checkpoint(settings: schema.Guidance) -> Path | None:
+    """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network."""
+    path = getattr(settings, "checkpoint", None)
+    return None if path is None else Path(path)
+
+
+def routes_shape(run: schema.TrainConfig) -> tuple[int, int]:
+    """Return the number of routes and the number of tokens of a run's network."""
+    return len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
@@ -151,7 +167,7 @@ def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
-    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains autoguidance's weak network."""
+    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains the weak network."""
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
@@ -170,12 +186,14 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {found}")
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
-    routes_shape = (len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2)
+    levels, weak = diffusion.sampler.evaluated_levels(), weak_checkpoint(settings)
+    # Autoguidance's weak network needs no routes, and its checkpoint is not read for them.
+    weak_shape = routes_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
+    inputs = guidance.GuidanceInputs(None, run.data.num_classes, routes_shape(run), None, weak and id, weak_shape, levels)
     try:  # only builds a denoiser, without calling a network
-        build_guidance(settings)(guidance.GuidanceInputs(None, run.data.num_classes, routes_shape, weak=id))
+        build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
-    levels = diffusion.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
     top = levels[0] * (1 + 1e-6)  # guidance compares noise levels in float32
     holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
@@ -203,16 +221,16 @@ def retry_if_removed(accelerator: Accelerator, command: Callable[[], None]) -> N
 
 @lru_cache(maxsize=100)
 def find_weak_checkpoint(path: str) -> Path:
-    """Find and verify autoguidance's weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
+    """Find and verify the weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
     return find_checkpoint_on_main(path, "guidance.checkpoint")
 
 
 def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
-    """Replace autoguidance's `checkpoint` with the verified checkpoint folder. Other guidance settings are returned unchanged.
+    """Replace `checkpoint` with the verified folder of the weak checkpoint. Settings without one are returned unchanged.
 
     Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
     """
-    if settings.name != "autoguidance":
+    if weak_checkpoint(settings) is None:
         return settings
     folder = find_weak_checkpoint(settings.checkpoint)
     if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):

@@ -31,7 +31,7 @@ class ImageSampler:
         precision: Precision of the networks, `fp32` or `bf16`.
         rounding: Rounding mode for pixel values. See `latents.autoencoders.to_uint8`.
         is_compiled: Whether to pad each batch to the largest batch size so far, because each new size triggers a compilation.
-        weak: Weak network for autoguidance and the diffusion of that network.
+        weak: Weak network of the guidance method and the diffusion of that network.
         cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.
     """
 
@@ -70,13 +70,17 @@ class ImageSampler:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)
 
-        routes_shape = (len(self.net.router.routes), self.net.num_tokens)
+        routes_shape, weak_shape = (
+            (len(net.router.routes), net.num_tokens) for net in (self.net, self.weak[0] if self.weak else self.net)
+        )
         inputs = GuidanceInputs(
             partial(denoise, self.net, self.diffusion),
             data.num_classes,
             routes_shape,
             draw_route_noise=lambda: random_routes.rand(*routes_shape),
             weak=partial(denoise, *self.weak) if self.weak else None,
+            weak_routes_shape=weak_shape,
+            levels=self.diffusion.sampler.evaluated_levels(),
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)

@@ -56,7 +56,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
     def estimate(x, level, y, **routing):
         return x
 
-    inputs = GuidanceInputs(estimate, 10, (1, 16), draw_route_noise=lambda: torch.rand(1, 1, 16), weak=estimate)
+    inputs = GuidanceInputs(estimate, 10, (1, 16), lambda: torch.rand(1, 1, 16), estimate, (1, 16))
     x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
     assert recipe.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
 

@@ -1,12 +1,21 @@
 """Guidance equals its definition. If scale, interval or ratios switch it off, it equals the estimate without guidance."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from definition import CLASSES, N, definition, inputs, randomized, small
 
+import dit
 import guidance
+from edm import EDM
+from edm.sampler import HeunSampler
 from guidance import GuidanceInputs
+from routing_module import Route, num_kept_tokens
+from sampling.flops import forward_flops
+from sit import SiT
+from sit.sampler import FlowSampler
 
 NUM_CLASSES = 7
 X, LEVEL, Y = torch.randn(2, 5, 2, 2, generator=torch.Generator().manual_seed(0)), torch.full((2,), 2.0), torch.tensor([1, 4])
@@ -115,6 +124,7 @@ BOUNDS = dict(level_lo=0.6, level_hi=0.4)
         ("sparse", SPARSE | dict(r_strong=0.5), 1, "r_weak=0.5 must leave fewer of the 4 tokens than r_strong=0.5"),
         ("sparse", SPARSE | dict(r_strong=0.25, r_weak=0.3), 1, "r_weak=0.3 must leave fewer"),  # both branches keep 3 of 4
         ("sparse", SPARSE | dict(r_weak=1.5), 1, "selection_ratio=1.5 must be a number in"),
+        ("sparse", SPARSE | dict(r_weak_last=0.3), 1, "the noise levels of the sampler"),
         ("autoguidance", dict(w=2.0), 0, "guidance=autoguidance needs a second network: guidance.checkpoint="),
         ("interval", dict(cfg_scale=1.5) | BOUNDS, 0, "level_lo=0.6 must be below level_hi=0.4"),
         ("sparse", SPARSE | BOUNDS, 1, "level_lo=0.6 must be below level_hi=0.4"),
@@ -129,3 +139,179 @@ def test_a_batch_with_noise_levels_inside_and_outside_the_interval_is_refused():
     denoiser = guidance.cfg(make_inputs(Recorder()), cfg_scale=2.0, level_lo=0.2, level_hi=0.4)
     with pytest.raises(ValueError, match="a batch has noise levels inside and outside"):
         denoiser(X, torch.tensor([0.3, 0.5]), Y)
+
+
+MOVING = dict(
+    w=1.7, r_strong=0.05, r_strong_last=0.4, r_weak=0.45, r_weak_last=0.85
+)  # for N=16, no ratio is near a multiple of 1/N
+CROSSING = dict(w=1.7, r_strong=0.0, r_strong_last=0.6, r_weak=0.6, r_weak_last=0.0)
+
+
+class Setup:
+    """A network of one route, an earlier one, a diffusion, and the noise of the routes at each evaluation."""
+
+    def __init__(self, name, solver, num_steps=5):
+        torch.manual_seed(3)
+        self.nets = [randomized(small(routes=[Route(0.5, 1, 2)])).eval() for _ in range(2)]
+        with torch.no_grad():
+            for p in self.nets[1].parameters():
+                p.mul_(0.9 if p.requires_grad else 1)
+        sampler = HeunSampler(num_steps) if name == "edm" else FlowSampler(num_steps, solver)
+        self.name, self.solver, self.num_steps = name, solver, num_steps
+        self.diffusion = (EDM if name == "edm" else SiT)(sampler=sampler)
+        self.noise, _, self.y, _ = inputs()
+        self.scores = torch.rand(20, len(self.y), 1, N)
+
+    @torch.no_grad()
+    def sample(self, method, num_networks, **settings):
+        """Return latents by the project's network, guidance and sampler."""
+        scores = iter(self.scores)
+        denoisers = [lambda *batch, net=net, **routing: self.diffusion.denoise(net, *batch, **routing) for net in self.nets]
+        levels, weak = self.diffusion.sampler.evaluated_levels(), denoisers[1] if num_networks == 2 else None
+        about = GuidanceInputs(denoisers[0], CLASSES, (1, N), lambda: next(scores), weak, (1, N), levels)
+        return self.diffusion.sampler(guidance.GUIDANCES[method](about, **settings), self.noise, self.y)
+
+    @torch.no_grad()
+    def sample_by_definition(self, num_networks, *, w, low=-1.0, high=math.inf, **ratios):
+        """Return latents by the papers' formulas in float64, step by step."""
+        n, scores = self.num_steps, iter(self.scores)
+        if self.name == "edm":
+            levels = [(80 ** (1 / 7) + i / (n - 1) * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7 for i in range(n)] + [0]
+        else:
+            levels = [(n - i) / n for i in range(n)] + [0]
+        weights = [{name: p.double() for name, p in net.named_parameters()} for net in self.nets]
+
+        def ratio(name, i):
+            first, last = ratios[name], ratios.get(f"{name}_last", ratios[name])
+            return last + (first - last) * (1 + math.cos(math.pi * i / (n - 1))) / 2
+
+        def network(w, x, level, ratio, noise):
+            routes, repeated = ([Route(ratio, 1, 2)] if ratio else []), torch.full((len(x),), level, dtype=torch.float64)
+            if self.name == "sit":
+                return x - level * definition(w, x, repeated, self.y, routes, noise)
+            var, root = 0.25 + level**2, math.sqrt(0.25 + level**2)
+            out = definition(w, x / root, repeated.log() / 4, self.y, routes, noise)
+            return 0.25 / var * x + level * 0.5 / root * out
+
+        def slope(x, i):
+            strong, weak, noise = ratio("r_strong", i), ratio("r_weak", i), None
+            is_guided = low < levels[i] <= high
+            if strong or (is_guided and weak):
+                noise = next(scores)
+            D = network(weights[0], x, levels[i], strong, noise)
+            if is_guided:
+                D_weak = network(weights[num_networks - 1], x, levels[i], weak, noise)
+                D = D_weak + w * (D - D_weak)
+            return (x - D) / levels[i]
+
+        x = self.noise.double() * levels[0]
+        for i in range(n):
+            step, d = levels[i + 1] - levels[i], slope(x, i)
+            if self.solver == "heun" and i + 1 < n:
+                d = (d + slope(x + step * d, i + 1)) / 2  # the second evaluation has the ratios of its noise level
+            x = x + step * d
+        return x
+
+
+@pytest.mark.parametrize(("name", "solver"), [("edm", "heun"), ("sit", "heun"), ("sit", "euler")])
+@pytest.mark.parametrize(
+    ("num_networks", "settings"),
+    [
+        (1, SPARSE),
+        (1, SPARSE | dict(r_strong=0.0)),
+        (1, MOVING),
+        (1, SPARSE | dict(r_strong=0.05, r_strong_last=0.3)),
+        (2, SPARSE | dict(r_strong=0.5, r_weak=0.25)),
+        (2, CROSSING),
+        (2, dict(w=0.6, r_strong=0.3, r_weak=0.0, r_weak_last=0.9)),
+    ],
+)
+def test_sampling_with_sparse_guidance_equals_its_definition_in_float64(name, solver, num_networks, settings):
+    setup = Setup(name, solver)
+    for low, high in ((None, None), (0.3, 30.0 if name == "edm" else 0.9)):
+        got = setup.sample("sparse", num_networks, **settings, level_lo=low, level_hi=high)
+        bounds = {} if low is None else dict(low=low, high=high)
+        expected = setup.sample_by_definition(num_networks, **settings, **bounds)
+        assert (got - expected).abs().max() < 5e-5 * expected.abs().max()
+        other = setup.sample("sparse", num_networks, **settings | dict(w=settings["w"] + 0.1), level_lo=low, level_hi=high)
+        assert (other - expected).abs().max() > 2e-3 * expected.abs().max()  # the tolerance is far below an effect
+
+
+def test_sparse_guidance_with_a_second_network_and_no_skipping_tokens_is_autoguidance_to_the_bit():
+    for name, solver in (("edm", "heun"), ("sit", "euler")):
+        setup, none = Setup(name, solver), dict(r_strong=0.0, r_weak=0.0)
+        assert torch.equal(setup.sample("sparse", 2, w=1.7, **none), setup.sample("autoguidance", 2, w=1.7))
+        moving = none | dict(r_strong_last=0.0, r_weak_last=0.0)
+        assert torch.equal(setup.sample("sparse", 2, w=1.7, **moving), setup.sample("autoguidance", 2, w=1.7))
+
+
+def test_ratios_move_from_exactly_the_first_to_exactly_the_last_value_by_half_a_cosine():
+    assert guidance.move_by_cosine(0.6, 0.0, 3) == pytest.approx([0.6, 0.3, 0.0])
+    for first, last in ((0.1, 0.5), (0.7, 0.5), (0.6, 0.0), (0.0, 0.3)):
+        ratios = guidance.move_by_cosine(first, last, 40)
+        assert (ratios[0], ratios[-1]) == (first, last) and sorted(ratios, reverse=first > last) == ratios
+        assert sum(ratios) / 40 == pytest.approx((first + last) / 2)
+    assert guidance.move_by_cosine(0.3, None, 4) == [0.3] * 4 and guidance.move_by_cosine(0.3, 0.9, 1) == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "weak_shape", "message"),
+    [
+        (
+            MOVING | dict(r_weak_last=0.4),
+            None,
+            "r_weak=0.4 must leave fewer of the 16 tokens than r_strong=0.4 at each",
+        ),
+        (CROSSING, None, "r_weak=0.3 must leave fewer of the 16 tokens than r_strong=0.3 at each"),
+        (CROSSING, (1, 64), "not 1 routes for 64 tokens and 1 routes for 16 tokens"),
+        (SPARSE, (0, 16), "not 0 routes for 16 tokens and 1 routes for 16 tokens"),
+    ],
+)
+def test_ratios_that_do_not_fit_the_networks_are_refused(settings, weak_shape, message):
+    about = GuidanceInputs(
+        Recorder(), NUM_CLASSES, (1, 16), None, weak_shape and Recorder(), weak_shape or (0, 0), (3.0, 2.0, 1.0)
+    )
+    with pytest.raises(ValueError, match=message):
+        guidance.sparse(about, **settings)
+
+
+def test_a_network_without_routes_guides_with_a_second_network_if_no_tokens_skip():
+    about = GuidanceInputs(Recorder(), NUM_CLASSES, (0, 16), None, Recorder(), (0, 16))
+    assert torch.equal(guidance.sparse(about, w=2.0, r_strong=0.0, r_weak=0.0)(X, LEVEL, Y), LABEL)
+    with pytest.raises(ValueError, match="needs a network with routes"):
+        guidance.sparse(about, w=2.0, r_strong=0.5, r_weak=0.0)
+
+
+def test_moving_ratios_need_one_noise_level_per_batch():
+    about = GuidanceInputs(Recorder(), NUM_CLASSES, (1, 16), lambda: torch.rand(2, 1, 16), Recorder(), (1, 16), (3.0, 2.0, 1.0))
+    with pytest.raises(ValueError, match="use one level per batch"):
+        guidance.sparse(about, **CROSSING)(X, torch.tensor([2.0, 1.0]), Y)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_networks", "settings", "published"),
+    [
+        ("none", 1, {}, 114.42),
+        ("cfg", 1, dict(cfg_scale=1.5), 228.84),
+        ("sparse", 1, dict(w=1.5, r_strong=0.5, r_weak=0.9), 97.67),  # SG_FLOPS
+        ("sparse", 2, dict(w=1.5, r_strong=0.0, r_strong_last=0.6, r_weak=0.6, r_weak_last=0.0), 173.16),  # SG_FID
+    ],
+)
+def test_a_step_of_sit_xl2_costs_the_published_flops(method, num_networks, settings, published):
+    """arXiv 2601.01608 counts a multiply-add as one operation and leaves out the two matrix products inside attention."""
+    with torch.device("meta"):
+        net = dit.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.5, 2, -4)])
+    tokens, calls, sampler = net.num_tokens, [], FlowSampler(40, "euler")
+
+    def denoise(x, level, y, *, selection_ratios=0.0, route_noise=None):
+        calls.extend([selection_ratios] * (len(x) // 2))
+        return x
+
+    about = GuidanceInputs(
+        denoise, 1000, (1, tokens), lambda: None, denoise if num_networks == 2 else None, (1, tokens), sampler.evaluated_levels()
+    )
+    sampler(guidance.GUIDANCES[method](about, **settings), torch.zeros(2, 4, 2, 2), torch.tensor([1, 4]))
+    kept = [num_kept_tokens(tokens, ratio) for ratio in calls]
+    attention = sum(4 * 1152 * (5 * tokens**2 + 23 * K**2) for K in kept)  # 5 blocks outside the route, 23 inside
+    multiply_adds = (sum(forward_flops(net, ratio) for ratio in calls) - attention) / 2
+    assert multiply_adds / 40 / 1e9 == pytest.approx(published, rel=0.01)

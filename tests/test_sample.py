@@ -15,10 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import dit
 import guidance as guidances
+from checkpoints.load import load_network
 from common.errors import UserError
 from common.images import labelled_grid
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
+from sampling.flops import forward_flops
+from sampling.recipe import guidance_settings
 from sampling.sampler import ImageSampler
 from training.ema import EMA
 
@@ -122,6 +125,40 @@ def test_autoguidance_takes_a_second_checkpoint_with_the_same_latents_and_diffus
     for checkpoint, words in ((runs["sit"], "diffusion.name: 'sit' -> 'edm'"), ("nowhere", "guidance.checkpoint")):
         with pytest.raises(UserError, match=words):
             sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
+
+
+def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sample, tmp_path, caplog):
+    caplog.set_level("INFO")
+    first, last = (runs["edm"] / "checkpoints" / f"step_000000{step}" for step in (1, 2))
+    weak = [f"guidance.checkpoint={first}", "guidance.w=2"]
+    auto = sample("auto", "seeds=0-3", "guidance=autoguidance", *weak, checkpoint=last)
+    zero = sample("zero", "seeds=0-3", "guidance=sparse", *weak, "guidance.r_weak=0", checkpoint=last)
+    assert_same_images(auto, zero)
+    caplog.clear()
+    moving = ["guidance.r_strong_last=0.6", "guidance.r_weak=0.6", "guidance.r_weak_last=0"]
+    moved = ["guidance=sparse", *weak, *moving, "compile=blocks"]  # moving ratios are not compiled: each would need its own code
+    together = sample("moved", "seeds=0-3", *moved, checkpoint=last)
+    net = load_network(last, "ema", torch.device("cpu"))
+    # Heun evaluates the second and third of 3 noise levels twice. Both networks have the same size.
+    strong, weak_ratios = [0, 0.3, 0.3, 0.6, 0.6], [0.6, 0.3, 0.3, 0, 0]
+    gflops = sum(forward_flops(net, ratio) for ratio in strong + weak_ratios) / 1e9
+    assert f"cost     10 network evaluations and {gflops:.4g} GFLOPs per image" in caplog.text
+    assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *moved, checkpoint=last))
+    assert_all_differ(together, auto)
+    with pytest.raises(UserError, match="denoises other latents"):
+        sample("wrong", "guidance=sparse", f"guidance.checkpoint={runs['sit']}", checkpoint=last)
+    with pytest.raises(UserError, match="not 0 routes for 4 tokens and 1 routes for 16 tokens"):
+        sample("dense", "guidance=sparse", f"guidance.checkpoint={runs['dense']}", checkpoint=last)
+
+
+def test_sparse_guidance_with_one_network_and_constant_ratios_keeps_the_names_of_earlier_results():
+    settings = checked(["guidance=sparse"]).guidance
+    own = {"level_lo": None, "level_hi": None, "w": 1.5, "r_strong": 0.0, "r_weak": 0.5}
+    assert list(settings.model_dump().items()) == list(own.items())[:2] + [("name", "sparse")] + list(own.items())[2:]
+    assert guidance_settings(settings) == {"guidance": "sparse", **{f"guidance.{key}": value for key, value in own.items()}}
+    other = settings.model_copy(update={"r_weak_last": 0.75, "weights": "raw"})
+    new = {"guidance.r_weak_last": 0.75, "guidance.weights": "raw"}
+    assert guidance_settings(other) == guidance_settings(settings) | new
 
 
 def test_the_npz_has_adms_format(sample, tmp_path):

@@ -21,7 +21,7 @@ from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from runtime.processes import check_same
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.recipe import Recipe
+from sampling.recipe import Recipe, compile_mode_for
 from training import hooks, saving
 from training.ema import EMA
 from training.trainer import Hook
@@ -152,7 +152,8 @@ def build_hooks(
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
     decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
-    mode = resolve_compile(cfg.train.compile, accelerator.device)
+    used = [*recipes.values(), *([grid] if grid else [])]
+    mode = compile_mode_for(used, resolve_compile(cfg.train.compile, accelerator.device))
     compile_network(ema.net, mode)
     if grid:
         sampler = grid.image_sampler(ema.net, decoder, accelerator.device, mode)

@@ -6,6 +6,7 @@
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
     python -m extras.benchmarks evidence                 # the tables of our Fashion-MNIST runs
     python -m extras.benchmarks collect runs=runs        # all evaluations of these runs, as in extras/benchmarks/results
+    python -m extras.benchmarks guided jobs=2            # the runs of results/fashion_guided_time.md, two at a time
 
 `variants`, `rounds`, `steps` and `warmup` are benchmark keys. All other keys are train.py keys. A variant consists of one or more
 train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without data.path, it uses
@@ -23,8 +24,10 @@ from configs import command_line as cli
 
 ROWS = "extras.benchmarks.rows"
 EVIDENCE = "extras.benchmarks.evidence"
+GUIDED = "extras.benchmarks.guided"
 COMMANDS = {
     "step": f"{ROWS}:step", "profile": f"{ROWS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
+    "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
 }  # fmt: skip
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 

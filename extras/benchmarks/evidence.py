@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
-from math import exp, log, sqrt
+from math import exp, log
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 import numpy as np
-from scipy.special import nctdtrinc
-from scipy.stats import t
 
 from checkpoints import store
 from checkpoints.load import load_config
@@ -25,36 +21,50 @@ from checkpoints.run import read_metrics
 from common.files import read_json, read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
-from evaluations.results import markdown_table, plot
-from evaluations.suite import format_mean, format_metric
+from evaluations.results import plot
+from evaluations.suite import format_metric
+from extras.benchmarks.contrasts import (
+    DISTANCE,
+    LOSS,
+    NAMES,
+    Contrast,
+    find_values,
+    holm,
+    mean_text,
+    paired,
+    pooled_deviation,
+    show,
+)
+from extras.benchmarks.guided import RESULTS as GUIDED
+from extras.benchmarks.guided import show_guided
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
-DISTANCE, SECOND_DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion", "fd_fashion_noisy", 3
-NAMES = {
-    DISTANCE: "distance", "class_agreement_fashion": "agreement", "precision_fashion": "precision", "recall_fashion": "recall",
-}  # fmt: skip
+SECOND_DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion_noisy", 3
 CURVES = (DISTANCE, "class_agreement_fashion")
 GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "sparse": ", sparse guidance", "path_drop": ", path-drop 1.5"}
 DENSE = ("A", "B")
 ARMS = ("routed-64", "dense-64")
-LOSS, SEARCH_SEED = "validation_loss", 100
+SEARCH_SEED = 100
 CHOOSING, COMPARING = 0, 2000  # first sampling seed for choosing a guidance scale, and for all other figures
 SAME_STEPS, EARLIER_STEPS = 3000, 2000  # steps of the arms with 64 tokens, and of their first evaluation
 
-Comparison = tuple[str, Callable[[float], str], "Contrast"]
+Comparison = tuple[str, Callable[[float], str], Contrast]
 
 
 def evidence(
-    learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), pictures: str | None = None
-) -> None:
+    learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), guided: str = str(GUIDED),
+    pictures: str | None = None,
+) -> None:  # fmt: skip
     """Print the tables for all sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
-    rated, fused, equal_steps = (
-        sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens)
+    rated, fused, equal_steps, in_equal_time = (
+        sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens, guided)
     )
     show_equal_time(rated)
     show_unplanned(show_equal_time(fused))
     show_tokens(equal_steps)
+    if in_equal_time:
+        show_guided(in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
 
@@ -252,11 +262,6 @@ def dense_after(time_ratio: float, early: float, late: float, is_linear: bool) -
     return float(np.interp(log(step), np.log(steps), (early, late)))
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the differences of two arms by training seed as one group with a weight of 1."""
-    return 1, [a - b for a, b in zip(ours, theirs)]
-
-
 def draw_scales(lines: list[dict], folder: Path) -> None:
     """Plot distance against guidance scale, and precision against recall at the same scales, as means over training seeds."""
     chosen = [line for line in lines if line.get("first_seed") == CHOOSING]
@@ -292,12 +297,6 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
-    """Return the metric by training seed, for all lines that contain the `wanted` entries."""
-    found = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
-    return {line["seed"]: line["metrics"][metric] for line in found}
-
-
 def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
     """Return the minimum of a parabola through the lowest point and its neighbours. At either end, return the lowest point."""
     lowest = int(np.argmin(curve))
@@ -306,65 +305,3 @@ def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
     near = slice(lowest - 1, lowest + 2)
     square, linear, _ = np.polyfit(scales[near], curve[near], 2)
     return float(-linear / (2 * square))
-
-
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    sys.stdout.write(markdown_table(columns, rows) + "\n")
-
-
-def mean_text(metric: str, values: Sequence[float]) -> str:
-    return format_mean(metric, values) if values else ""
-
-
-def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Compute the pooled standard deviation within groups, which assumes equal variances, and its degrees of freedom."""
-    df = sum(len(values) - 1 for values in groups)
-    squares = sum((x - fmean(values)) ** 2 for values in groups for x in values)
-    return sqrt(squares / df) if df else float("nan"), df
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """A weighted sum of group means, where each group is a set of runs."""
-
-    estimate: float
-    error: float  # standard error of the estimate
-    df: float  # degrees of freedom of the standard error
-
-    @staticmethod
-    def of(groups: Sequence[tuple[float, Sequence[float]]], spread: tuple[float, int] | None = None) -> Contrast:
-        """Compute a contrast from groups of (weight, values of runs). `spread` defaults to the `pooled_deviation` of `groups`."""
-        deviation, df = spread or pooled_deviation([values for _, values in groups])
-        estimate = sum(weight * fmean(values) for weight, values in groups)
-        return Contrast(estimate, deviation * sqrt(sum(weight**2 / len(values) for weight, values in groups)), df)
-
-    @staticmethod
-    def welch(groups: Sequence[tuple[float, Sequence[float]]]) -> Contrast:
-        """Compute a contrast of groups with different variances. The degrees of freedom follow Welch and Satterthwaite."""
-        variances = [weight**2 * stdev(values) ** 2 / len(values) for weight, values in groups]
-        df = sum(variances) ** 2 / sum(x**2 / (len(values) - 1) for x, (_, values) in zip(variances, groups))
-        return Contrast(sum(weight * fmean(values) for weight, values in groups), sqrt(sum(variances)), df)
-
-    @property
-    def p_value(self) -> float:
-        return 2 * t.sf(abs(self.estimate) / self.error, self.df)
-
-    def text(self, shown: Callable[[float], str]) -> str:
-        """Format the estimate with its 95% interval.
-
-        If the interval contains zero, also print the effect that a repetition would detect with a probability of 80%. The t
-        statistic of this effect has a noncentral t distribution.
-        """
-        quantile = t.ppf(0.975, self.df)
-        low, high = self.estimate - quantile * self.error, self.estimate + quantile * self.error
-        power = f"; 80%: {shown(nctdtrinc(self.df, 0.2, quantile) * self.error)}" if low < 0 < high else ""
-        return f"{shown(self.estimate)} ({shown(low)} to {shown(high)}{power})"
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple comparisons with Holm's method (1979)."""
-    corrected, highest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(np.argsort(p_values)):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = highest
-    return corrected

@@ -1,0 +1,394 @@
+"""Train, evaluate and compare networks in equal time at the best guidance of each (results/fashion_guided_time.md).
+
+`guided` runs everything that the rule plans and appends one line per evaluation and run to a results file. It can be stopped and
+repeated at any time. `show_guided` prints the tables of the page from this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from checkpoints import store
+from checkpoints.provenance import device_name, git_commit
+from common.errors import UserError
+from common.files import REPOSITORY, append_line, read_json, read_lines
+from common.types import PositiveInt, Text
+from configs.schema import parse_numbers
+from evaluations.metrics import standard_error
+from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, show
+
+RESULTS = Path(__file__).parent / "results" / "fashion_guided_time.jsonl"
+SEEDS = range(10, 18)
+PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
+TIMES = ("half", "full")
+CHOOSING, COMPARING = (0, 500), (2000, 2000)  # first sampling seed, and number of samples
+NUM_LEVELS = 12  # noise levels of the sampler
+WEIGHTS = (1.25, 1.5, 2.0, 3.0)
+# For each guidance: the key and the values of its scale, and further fid.py arguments. {early} is the run's early checkpoint.
+GUIDANCES = {
+    "cfg": ("guidance.cfg_scale", (1.5, 2.0, 2.5), "guidance=cfg"),
+    "autoguidance": ("guidance.w", WEIGHTS, "guidance=autoguidance guidance.checkpoint={early}"),
+    "sparse": ("guidance.w", WEIGHTS, "guidance=sparse guidance.r_strong=0.5 guidance.r_weak=0.9"),
+    "sparse, early": (
+        "guidance.w", WEIGHTS, "guidance=sparse guidance.checkpoint={early} guidance.r_strong=0.0 guidance.r_strong_last=0.6"
+        " guidance.r_weak=0.6 guidance.r_weak_last=0.0",
+    ),
+}  # fmt: skip
+UNGUIDED = ("guidance.cfg_scale", (1.0,), "guidance=cfg")
+
+
+@dataclass(frozen=True)
+class Arm:
+    row: str  # train.py's experiment
+    num_steps: int  # a multiple of 10
+    guidances: tuple[str, ...]
+    batch_size: int = 64
+    seeds: Sequence[int] = SEEDS
+
+    def step(self, part: str) -> int:
+        return self.num_steps * PARTS[part] // 10
+
+
+ARMS = {
+    "dense": Arm("fashion/dit_xs4", 8600, ("cfg", "autoguidance")),
+    "routed": Arm("fashion/dit_xs4_tread", 12150, tuple(GUIDANCES)),
+    "dense-46": Arm("fashion/dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
+}
+Point = tuple[str, str, float, int]  # time, guidance, scale, first sampling seed
+Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
+
+
+def guided(
+    seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), runs: Text = "runs/guided_time",
+    output: Text = str(RESULTS), commit: Text | None = None,
+) -> None:  # fmt: skip
+    """Train and evaluate the arms of the rule with these training seeds, and append what is missing to `output`.
+
+    Args:
+        jobs: Number of runs at a time. Each uses one CPU thread, and the GPU if there is one.
+        overrides: More train.py arguments, for settings that only change the speed, such as train.compile=none.
+        runs: Folder of the runs and their logs.
+        commit: Commit of the code to record on a machine without the git history.
+
+    Raises:
+        UserError: A run failed or was stopped. The same command resumes it.
+    """
+    chosen = [(arm, seed) for seed in seeds for arm, plan in ARMS.items() if seed in plan.seeds]
+    recorder = Recorder(Path(runs), Path(output), commit)
+    # All arms are sampled at all scales before the first comparison, because the mean over seeds chooses the scale.
+    for plan_points in (choosing_points, comparing_points):
+        lines = recorder.lines(seeds)
+        missing = {task: points for task in chosen if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
+        commands = {task: command(*task, points, Path(runs), overrides) for task, points in missing.items()}
+        run_all(commands, jobs, recorder)
+        lines = recorder.lines(seeds)
+        if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
+            logs = ", ".join(str(recorder.log_file(*task)) for task in failed)
+            raise UserError(f"{len(failed)} runs are not complete (see {logs}); the same command resumes them")
+
+
+def choosing_points(lines: list[dict], arm: str) -> list[Point]:
+    return [(t, name, scale, CHOOSING[0]) for t, name in product(TIMES, ARMS[arm].guidances) for scale in GUIDANCES[name][1]]
+
+
+def comparing_points(lines: list[dict], arm: str) -> list[Point]:
+    """Return the points of the comparison: at half and full time, unguided and at the chosen scale of every guidance."""
+    guided = [(time, name, scale) for time in TIMES for name, (scale, _) in choose_scales(lines, arm, time).items()]
+    return [(*point, COMPARING[0]) for point in [*((time, "none", 1.0) for time in TIMES), *guided]]
+
+
+def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[float, float]]:
+    """For each guidance with results, return the scale with the lowest mean log distance over training seeds, and this mean."""
+    means: dict[str, dict[float, float]] = {}
+    for name in ARMS[arm].guidances:
+        for scale in GUIDANCES[name][1]:
+            if found := values_at(lines, arm, time, name, scale, CHOOSING[0]):
+                means.setdefault(name, {})[scale] = fmean(map(log, found.values()))
+    return {name: min(scales.items(), key=lambda item: item[1]) for name, scales in means.items()}
+
+
+def values_at(
+    lines: list[dict], arm: str, time: str, guidance: str, scale: float, first_seed: int, metric: str = DISTANCE
+) -> dict[int, float]:
+    """Return a metric of samples by training seed."""
+    about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
+    return find_values(lines, metric, **about)
+
+
+def unrecorded(lines: list[dict], arm: str, seed: int, points: list[Point]) -> list[Point]:
+    return [point for point in points if seed not in values_at(lines, arm, *point)]
+
+
+def command(arm: str, seed: int, points: list[Point], runs: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of `python -m extras.benchmarks` that train a run and evaluate it at the points."""
+    plan, name = ARMS[arm], f"{arm}_seed{seed}"
+    train = [
+        f"experiment={plan.row}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={plan.num_steps}",
+        f"train.batch_size={plan.batch_size}", "train.tf32=false", "train.cpu_threads=1", "sample.every=0",
+        f"checkpoint.every={plan.step('early')}", f"checkpoint.keep_every={plan.step('early')}",
+        f"eval.every={plan.step('half')}", "eval.validation=data/fashion_validation", "evaluation.reference=null", *overrides,
+    ]  # fmt: skip
+    folders = {part: runs / name / "checkpoints" / store.folder_name(plan.step(part)) for part in PARTS}
+    evaluations = []
+    scales_of: dict[tuple, list[float]] = {}
+    for time, guidance, scale, first_seed in points:
+        scales_of.setdefault((time, guidance, first_seed), []).append(scale)
+    folders_of: dict[tuple, list[str]] = {}  # fid.py evaluates several checkpoints at several scales
+    for (time, guidance, first_seed), scales in scales_of.items():
+        folders_of.setdefault((guidance, first_seed, tuple(scales)), []).append(str(folders[time]))
+    for (guidance, first_seed, scales), found in folders_of.items():
+        key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
+        (num_samples,) = [number for first, number in (CHOOSING, COMPARING) if first == first_seed]
+        evaluations.append([
+            f"checkpoint={json.dumps(found)}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
+            f"num_samples={num_samples}", f"first_seed={first_seed}", f"num_steps={NUM_LEVELS}", "batch_size=100",
+            "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1",
+        ])  # fmt: skip
+    return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
+
+
+def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
+    """Run train.py with the arguments `train`, then fid.py with each list of arguments in `evaluations`, in one process."""
+    import fid
+    import train as train_script
+    from configs import schema
+    from configs.command_line import parse_config
+    from configs.compose import compose_overrides
+
+    train_script.main(parse_config(compose_overrides(train), schema.TrainConfig))
+    for arguments in evaluations:
+        fid.main(parse_config(compose_overrides(arguments, "fid"), schema.FidConfig))
+
+
+def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Recorder) -> None:
+    """Run the commands, `jobs` at a time, and record the results of each run when its command ends, even after an error."""
+    processes: list[subprocess.Popen] = []
+    is_stopping = threading.Event()
+
+    def run(task: tuple[str, int]) -> None:
+        file = recorder.log_file(*task)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab") as output:
+            process = start(commands[task], output)
+        processes.append(process)
+        if is_stopping.is_set():
+            process.terminate()
+        sys.stderr.write(f"{file.stem}: started, see {file}\n")
+        code = process.wait()
+        recorder.record(*task)
+        sys.stderr.write(f"{file.stem}: {'done' if code == 0 else f'exit code {code}'}\n")
+
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the runs like Ctrl-C
+    threads = ThreadPoolExecutor(jobs)
+    try:
+        for future in [threads.submit(run, task) for task in commands]:
+            future.result()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        is_stopping.set()
+        for process in processes:
+            process.terminate()  # a trainer saves a checkpoint; ended processes ignore this
+        threads.shutdown()
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def start(arguments: list[str], output: object) -> subprocess.Popen:
+    """Start `python -m extras.benchmarks` in the current folder, with its output in a file."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
+    words = [sys.executable, "-m", "extras.benchmarks", *arguments]
+    return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+class Recorder:
+    """Copies the results of the runs in a folder to a results file. Results that the file has already are skipped."""
+
+    def __init__(self, runs: Path, output: Path, commit: str | None = None):
+        self.runs, self.output, self.commit, self._lock = runs, output, commit, threading.Lock()
+
+    def log_file(self, arm: str, seed: int) -> Path:
+        return self.runs / f"{arm}_seed{seed}.log"
+
+    def lines(self, seeds: Sequence[int]) -> list[dict]:
+        return [line for line in read_lines(self.output) if line["seed"] in seeds]
+
+    def record(self, arm: str, seed: int) -> None:
+        """Append the new results of a run. Raises UserError if the file has results of other weights at the same step."""
+        with self._lock:
+            earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
+            hashes = {line["step"]: line["ema"] for line in earlier}
+            known = {_identify(line) for line in earlier}
+            for line in read_run(self.runs / f"{arm}_seed{seed}", self.commit):
+                if hashes.get(line["step"], line["ema"]) != line["ema"]:
+                    raise UserError(
+                        f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
+                        "folder that made them, or choose another output="
+                    )
+                if _identify(line) not in known:
+                    append_line(self.output, {"arm": arm, "seed": seed} | line)
+
+
+def _identify(line: dict) -> tuple:
+    """Return what tells apart the lines of a run. Lines without a guidance hold a validation loss or the times of the steps."""
+    return line["step"], line.get("guidance"), line.get("scale"), line.get("first_seed"), "steps_per_sec" in line
+
+
+def read_run(run: Path, without_git: str | None) -> Iterator[dict]:
+    """Yield the results of a run: validation losses, evaluations, and after its last step the times of the steps.
+
+    `without_git` is the commit to record if the repository has no git history.
+    """
+    if not (run / "starts.jsonl").exists():
+        return
+    import torch
+
+    starts, lr = list(read_lines(run / "starts.jsonl")), store.read_config(run)["train"]["lr"]
+    hashes = {
+        step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"]
+        for step, folder in store.list_steps(run / "checkpoints").items()
+    }
+    commit, modified = git_commit()
+    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
+    metrics = list(read_lines(run / "metrics.jsonl"))
+    for line in metrics:
+        if LOSS in line.get("metrics", {}) and line["step"] in hashes:
+            found = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
+            yield found | {"ema": hashes[line["step"]], "lr": lr}
+    for line in read_lines(run / "evaluations" / "results.jsonl"):
+        shown, step = line["shown"], line["shown"]["step"]
+        name, scale = shown.get("guidance", "cfg"), shown.get("guidance.w", shown.get("cfg_scale"))
+        if name == "sparse" and "guidance.checkpoint" in shown:
+            name = "sparse, early"
+        name = "none" if scale == 1 else name
+        errors = {metric: standard_error(values) for metric, values in line["jackknife"].items()}
+        settings = {key: value for key, value in shown.items() if key not in ("run", "step", "guidance.checkpoint")}
+        about = {"step": step, "guidance": name, "scale": scale, **line["about"], "settings": settings}
+        content = {"ema": hashes[step], "content": line["point"]["content"]}
+        yield about | {"metrics": line["metrics"], "standard_errors": errors} | content | versions
+    if (last := store.read_config(run)["train"]["num_steps"]) in hashes:
+        kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
+        kept = [start | {"commit": start["commit"] or without_git} for start in kept]
+        speeds = [line["steps_per_sec"] for line in metrics if "steps_per_sec" in line]
+        yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
+
+
+def show_guided(lines: list[dict]) -> None:
+    """Print the choice of the scales, all arms, the outcomes, and ratios of validation losses and step times.
+
+    A seed counts if all of its arms have been compared.
+    """
+    compared = {(line["arm"], line["seed"]) for line in lines if line.get("first_seed") == COMPARING[0]}
+    counted = [seed for seed in SEEDS if all((arm, seed) in compared for arm, plan in ARMS.items() if seed in plan.seeds)]
+    lines = [line for line in lines if line["seed"] in counted]
+    arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
+    rows = []
+    for arm, time in product(arms, TIMES):
+        best = choose_scales(lines, arm, time)
+        lowest = min((mean for _, mean in best.values()), default=None)
+        for name, (chosen, mean) in best.items():
+            found = {scale: [*values_at(lines, arm, time, name, scale, CHOOSING[0]).values()] for scale in GUIDANCES[name][1]}
+            marks = {scale: "**" * (scale == chosen) for scale in found}
+            cells = [f"{marks[x]}{x:g}: {mean_text(DISTANCE, values)}{marks[x]}" for x, values in found.items() if values]
+            rows.append([arm, time, name + " (best)" * (mean == lowest), str(max(map(len, found.values()))), ", ".join(cells)])
+    show(["arm", "time", "guidance", "seeds", f"distance by scale, {CHOOSING[1]} samples"], rows)
+
+    rows = []
+    for arm, time in product(arms, TIMES):
+        for _, name, scale, first_seed in [point for point in comparing_points(lines, arm) if point[0] == time]:
+            found = [[*values_at(lines, arm, time, name, scale, first_seed, metric).values()] for metric in NAMES]
+            if found[0]:
+                rows.append([arm, time, name, f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
+    show(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
+
+    primary, secondary = compare(lines)
+    corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
+    decisive, others = (
+        [[name, str(contrast.df + 1), contrast.text(shown)] for name, shown, contrast in part] for part in (primary, secondary)
+    )
+    show(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
+    show(["secondary outcome", "seeds", "95% interval"], others)
+
+    def losses(arm: str) -> list[list[float]]:
+        about = {"arm": arm, "step": ARMS[arm].step("full")}
+        return [line["validation_loss_by_level"] for line in lines if LOSS in line["metrics"] and about.items() <= line.items()]
+
+    by_level = [losses(arm) for arm in ("routed", "dense")]
+    ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
+    show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    times = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if line.get("steps_per_sec")}
+    rows = []
+    for arm in arms[1:]:
+        ratio = [times["dense", seed] / times[arm, seed] for seed in SEEDS if {("dense", seed), (arm, seed)} <= times.keys()]
+        if ratio:
+            rows.append([f"{arm} / dense", f"{median(ratio):.3f}", f"{min(ratio):.3f} to {max(ratio):.3f}"])
+    show(["time of a step", "median over seeds", "lowest and highest"], rows)
+
+
+def compare(lines: list[dict]) -> tuple[list[tuple], list[tuple]]:
+    """Return the primary and secondary outcomes: (name, function that formats an estimate, contrast). All are paired by seed.
+
+    Outcomes with fewer than two common seeds are omitted.
+    """
+    chosen = {(arm, time): choose_scales(lines, arm, time) for arm, time in product(ARMS, TIMES)}
+
+    def find(arm: str, time: str, guidance: str = "best", metric: str = DISTANCE) -> dict[int, float]:
+        """Return the values at a guidance's chosen scale, or at the guidance that is best on the choosing samples."""
+        scales = chosen[arm, time]
+        if guidance == "best":
+            guidance = min(scales, key=lambda name: scales[name][1], default="none")
+        scale = 1.0 if guidance == "none" else scales.get(guidance, (1.0, 0.0))[0]
+        return values_at(lines, arm, time, guidance, scale, COMPARING[0], metric)
+
+    def loss(arm: str) -> dict[int, float]:
+        return find_values(lines, LOSS, arm=arm, step=ARMS[arm].step("full"))
+
+    def pairs(transform: Callable[[float], float], *sides: dict[int, float]) -> list[list[float]]:
+        shared = sorted(set.intersection(*map(set, sides)))
+        return [[transform(side[seed]) for seed in shared] for side in sides]
+
+    ratio = (lambda x: f"{exp(x):.2f}"), log
+    difference = "{:.3f}".format, float
+    full, half = ((find("routed", time), find("dense", time)) for time in reversed(TIMES))
+    later, later_dense, earlier, earlier_dense = pairs(log, *full, *half)
+    growth = paired(paired(later, later_dense)[1], paired(earlier, earlier_dense)[1])
+    words, dense = "ratio of distances, routed / dense", find("dense", "full")
+    primary = [
+        (f"1. {words}, each at its best guidance, full time", ratio[0], paired(*pairs(log, *full))),
+        (f"2. {words}, each at its best guidance, full time / half time", ratio[0], growth),
+    ]
+    secondary = [(f"{words}, each at its best guidance, half time", *ratio, half)]
+    for guidance, time in product(("none", *ARMS["dense"].guidances), reversed(TIMES)):
+        name = "unguided" if guidance == "none" else guidance
+        secondary.append((f"{words}, {name}, {time} time", *ratio, [find(arm, time, guidance) for arm in ("routed", "dense")]))
+    for guidance in [name for name in ARMS["routed"].guidances if name not in ARMS["dense"].guidances]:
+        name = f"ratio of distances, routed with {guidance} guidance / dense at its best, full time"
+        secondary.append((name, *ratio, [find("routed", "full", guidance), dense]))
+    for metric, title in NAMES.items():
+        if metric != DISTANCE:
+            sides = [find(arm, "full", metric=metric) for arm in ("routed", "dense")]
+            secondary.append((f"{title}, routed - dense, each at its best guidance, full time", *difference, sides))
+    for ours, theirs in (("dense-46", "dense"), ("routed", "dense-46")):
+        sides = [find(arm, "full") for arm in (ours, theirs)]
+        secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, full time", *ratio, sides))
+    secondary.append(("ratio of validation losses, routed / dense, full time", *ratio, [loss("routed"), loss("dense")]))
+    found = [(name, shown, paired(*pairs(transform, *sides))) for name, shown, transform, sides in secondary]
+    return tuple(
+        [(name, shown, Contrast.of([group])) for name, shown, group in part if len(group[1]) > 1] for part in (primary, found)
+    )

@@ -1,0 +1,177 @@
+"""The runs in equal time at each network's best guidance: what runs, what is recorded, and the outcomes."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY, forget_accelerate, make_shard, wait_for
+from scipy.stats import ttest_1samp
+
+from common.errors import UserError
+from evaluations.images import write_npz
+from extras.benchmarks import __main__ as benchmarks
+from extras.benchmarks import guided
+from extras.benchmarks.contrasts import NAMES
+from extras.benchmarks.guided import ARMS, CHOOSING, COMPARING, GUIDANCES, Arm, Recorder, choosing_points, show_guided
+
+
+def test_the_arms_take_equal_times_and_keep_the_planned_checkpoints():
+    time = {"dense": 1, "routed": 0.7089, "dense-46": 0.7065}  # the rule's measurement
+    for arm, plan in ARMS.items():
+        assert plan.num_steps * time[arm] == pytest.approx(8600, rel=0.002)
+        assert plan.step("half") * 2 == plan.step("full") == plan.num_steps and plan.step("half") == 5 * plan.step("early")
+    assert (CHOOSING[0] + CHOOSING[1] <= COMPARING[0]) and len(GUIDANCES["cfg"][1]) == 3  # no sample is used twice
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """Fixture: a working folder with small random data, runs of 10 and 20 steps, and two noise levels."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fashion", "fashion_validation"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        make_shard(tmp_path / "data" / name / "shard.safetensors", num_items=20, channels=1, size=32, num_classes=10)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
+    (tmp_path / "references").mkdir()
+    write_npz(tmp_path / "references" / "fashion.npz", pixels, pixels.shape, np.arange(40) % 10)
+    (tmp_path / "evaluations").mkdir()
+    shutil.copy(REPOSITORY / "evaluations" / "fashion_detector.safetensors", tmp_path / "evaluations")
+    small = {"dense": (10, ("cfg",), [10]), "routed": (20, tuple(GUIDANCES), [10]), "dense-46": (20, ("cfg",), [])}
+    arms = {name: Arm(ARMS[name].row, steps, guidances, seeds=seeds) for name, (steps, guidances, seeds) in small.items()}
+    monkeypatch.setattr(guided, "ARMS", arms)
+    scales = {name: (key, values[: 1 + (name == "cfg")], settings) for name, (key, values, settings) in GUIDANCES.items()}
+    monkeypatch.setattr(guided, "GUIDANCES", scales)
+    monkeypatch.setattr(guided, "CHOOSING", (0, 20))
+    monkeypatch.setattr(guided, "COMPARING", (50, 20))
+    monkeypatch.setattr(guided, "NUM_LEVELS", 2)
+    return tmp_path
+
+
+FASTER = ["train.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4", "data.num_workers=0"]
+
+
+def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepared, monkeypatch, capsys):
+    commands = []
+
+    def run_here(given, jobs, recorder):
+        for task, arguments in given.items():
+            commands.append(task)
+            forget_accelerate()
+            benchmarks.main(arguments)
+            recorder.record(*task)
+
+    monkeypatch.setattr(guided, "run_all", run_here)
+    output = prepared / "results.jsonl"
+    settings = dict(seeds=[10], overrides=FASTER, runs="runs/guided", output=str(output), commit="abc")
+    guided.guided(**settings)
+    assert commands == [("dense", 10), ("routed", 10)] * 2  # choose the scales, then compare
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    evaluations = [line for line in lines if "guidance" in line]
+    found = {(line["arm"], line["step"], line["guidance"], line["scale"]) for line in evaluations if line["first_seed"] == 0}
+    num_scales = {"dense": 2, "routed": 2 + 1 + 1 + 1}
+    assert len(found) == 2 * sum(num_scales.values()) and ("routed", 10, "sparse, early", 1.25) in found
+    compared = [line for line in evaluations if line["first_seed"] == 50]
+    assert len(compared) == 2 * (2 + 5) and {line["num_samples"] for line in compared} == {20}
+    assert {line["guidance"] for line in compared} == {"none", *GUIDANCES}
+    for line in evaluations:
+        assert all(line[key] for key in ("ema", "content", "device", "torch", "standard_errors")) and "commit" in line
+        assert {*NAMES} <= line["metrics"].keys() and line["settings"]["num_steps"] == 2
+    moving = next(line for line in evaluations if line["guidance"] == "sparse, early")
+    assert moving["settings"]["guidance.r_strong_last"] == 0.6 and moving["settings"]["guidance.r_weak_last"] == 0.0
+    times = [line for line in lines if line.get("steps_per_sec")]
+    assert [(line["arm"], line["step"], line["starts"][0]["step"]) for line in times] == [("dense", 10, 0), ("routed", 20, 0)]
+    losses = [(line["arm"], line["step"]) for line in lines if "validation_loss" in line["metrics"]]
+    assert losses == [("dense", 5), ("dense", 10), ("routed", 10), ("routed", 20)]
+    show_guided(lines)
+    assert "| routed | full | none | 1 | 1 |" in capsys.readouterr().out
+
+    # Nothing runs again, even without the runs. What is missing is evaluated from the same run.
+    shutil.move("runs/guided", "runs/elsewhere")
+    guided.guided(**settings)
+    assert len(commands) == 4
+    shutil.move("runs/elsewhere", "runs/guided")
+    kept = [line for line in lines if line != compared[-1]]
+    output.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    guided.guided(**settings)
+    assert commands[4:] == [("routed", 10)]
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(again) == len(lines) and again[-1]["metrics"] == compared[-1]["metrics"]
+
+    # Results of other weights are never mixed with those of the file.
+    output.write_text(json.dumps(lines[0] | {"ema": "other"}) + "\n")
+    with pytest.raises(UserError, match=f"other weights for {lines[0]['arm']}, seed 10, step {lines[0]['step']}"):
+        Recorder(prepared / "runs" / "guided", output).record(lines[0]["arm"], 10)
+
+
+def test_a_failed_run_is_named_with_its_log(prepared, monkeypatch):
+    monkeypatch.setattr(guided, "command", lambda *_: ["nonsense"])
+    with pytest.raises(UserError, match="2 runs are not complete .*dense_seed10.log.*routed_seed10.log.*resumes"):
+        guided.guided(seeds=[10], jobs=2, runs="runs/guided", output="results.jsonl")
+    assert "unknown command 'nonsense'" in (prepared / "runs" / "guided" / "dense_seed10.log").read_text()
+
+
+def test_a_signal_stops_the_running_runs_and_starts_no_other(tmp_path, monkeypatch):
+    started = []
+
+    def start(arguments, output):
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    def stop():
+        wait_for(lambda: started)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(guided, "start", start)
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt):
+        guided.run_all({("dense", 10): [], ("dense", 11): []}, 1, Recorder(tmp_path, tmp_path / "results.jsonl"))
+    assert [process.wait(5) for process in started] == [-signal.SIGTERM]
+
+
+def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(capsys):
+    lines, seeds = [], (10, 11, 12)
+    noise = {seed: [0.0, 0.1, 0.3][seed - 10] for seed in seeds}  # shared by the arms of a seed
+
+    def add(arm, time, guidance, scale, first_seed, logs):
+        about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
+        for seed, value in zip(seeds, logs):
+            lines.append(about | {"seed": seed, "metrics": dict.fromkeys(NAMES, math.exp(value + noise[seed]))})
+
+    lowest = {"cfg": (2.0, 0.5), "autoguidance": (3.0, 0.6), "sparse": (1.5, 0.4), "sparse, early": (1.25, 0.3)}
+    full, half = (0.20, 0.21, 0.24), (0.0, 0.02, 0.01)  # routed - dense, each at its best guidance
+    for arm in ("dense", "routed", "dense-46"):
+        for time, name, scale, first in choosing_points([], arm):
+            add(arm, time, name, scale, first, [lowest[name][1] + (scale - lowest[name][0]) ** 2] * 3)
+        for time in ("half", "full"):
+            add(arm, time, "none", 1.0, COMPARING[0], [2.0] * 3)
+            for name in ARMS[arm].guidances:
+                own = {"half": half, "full": full}[time] if (arm, name) == ("routed", "sparse, early") else (0, 0, 0)
+                add(arm, time, name, lowest[name][0], COMPARING[0], own)
+                add(arm, time, name, 99.0, COMPARING[0], [-5.0] * 3)  # a scale that was not chosen
+    show_guided(lines)
+    text = capsys.readouterr().out
+    assert "| routed | full | sparse, early (best) | 3 | **1.25: " in text and "| dense | half | cfg (best) | 3 | 1.5: " in text
+    rows = [line.split(" | ") for line in text.splitlines()]
+    primary = {row[0][2]: row for row in rows if row[0][:3] in ("| 1", "| 2") and "best guidance" in row[0]}
+    p = [ttest_1samp(values, 0).pvalue for values in (full, np.subtract(full, half))]
+    assert primary["1"][2].startswith(f"{math.exp(np.mean(full)):.2f} (") and primary["1"][1] == "3"
+    assert primary["2"][2].startswith(f"{math.exp(np.mean(full) - np.mean(half)):.2f} (")
+    assert [float(primary[key][3].rstrip(" |")) for key in "12"] == [float(f"{max(2 * min(p), x):.2g}") for x in p]  # Holm
+    interval = ttest_1samp(full, 0).confidence_interval()
+    assert f"({math.exp(interval.low):.2f} to {math.exp(interval.high):.2f})" in primary["1"][2]
+    assert "| ratio of distances, routed / dense, unguided, full time | 3 | 1.00 (1.00 to 1.00" in text
+
+
+def test_a_seed_counts_only_if_all_of_its_arms_are_compared(capsys):
+    about = {"step": ARMS["dense"].step("full"), "guidance": "none", "scale": 1.0, "first_seed": COMPARING[0]}
+    metrics = dict.fromkeys(NAMES, 1.0)
+    lines = [about | {"arm": "dense", "seed": seed, "metrics": metrics} for seed in (10, 14)]
+    lines.append(about | {"arm": "routed", "seed": 14, "step": ARMS["routed"].step("full"), "metrics": metrics})
+    show_guided(lines)
+    assert "| dense | full | none | 1 | 1 |" in capsys.readouterr().out  # seed 14 alone
