@@ -117,6 +117,8 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
         continued = schema.differences(stored, cfg, [schema.Role.FIXED, schema.Role.FIXED_NO_EFFECT])
         changed += [line for line in continued if line.startswith(("alignment.", "train.ema_lengths"))]
     if changed:
+        if any(line.startswith("data.scale_factor") for line in changed):
+            changed.append(f"`prepare_latents.py encode scale_factor={stored.data.scale_factor:g}` gives new latents this factor")
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.files import append_line, open_atomically
-from common.images import labelled_grid
+from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
 from runtime.processes import on_main
@@ -76,7 +76,8 @@ class SampleGrids(Hook):
             batch = slice(start, start + size)
             on_main(lambda batch=batch: images.extend(self.sampler(seeds[batch], labels[batch])))
         if accelerator.is_main_process:
-            grid = labelled_grid(images, labels)
+            names = trainer.dataset.class_names
+            grid = labelled_grid(images, [class_caption(label, names) for label in labels])
             with open_atomically(file) as f:
                 grid.save(f, format="PNG")
             for tracker in accelerator.trackers:
