@@ -199,9 +199,9 @@ def read_manifest(folder: Path) -> dict | None:
         return None
     manifest = read_json(check_regular(file))
     try:
-        _Manifest.model_validate(manifest)
+        _Manifest.model_validate(manifest if isinstance(manifest, dict) else {})
     except pydantic.ValidationError as e:
-        problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}".removeprefix(": ")
+        problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}"
         words = "make the folder again, or remove this file"
         raise UserError(f"{file} is not a manifest of latent shards ({problem}); {words}") from e
     return manifest

@@ -155,7 +155,7 @@ def test_a_bad_shard_is_refused_by_name(tmp_path, write, message):
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
-        ([], "Input should be an object"),
+        ([], "shards: Field required"),
         ({"settings": {}}, "shards: Field required"),
         ({"shards": 3, "settings": {}}, "shards: "),
         ({"shards": {"a": 1}, "settings": {}}, "shards.a: "),

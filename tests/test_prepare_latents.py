@@ -625,7 +625,8 @@ def test_inspection_finds_constant_and_repeated_images_of_each_class(tmp_path, c
         for i in range(250):
             image = Image.new("RGBA", (8, 8), (0, 0, 0, 0)) if name == "blank" else random_image(rng, "RGB", 8, 8)
             image.save(tmp_path / "images" / name / f"{i:03}.png")
-    for source, target in (("mixed/000", "mixed/001"), ("mixed/002", "mixed/003"), ("mixed/002", "mixed/004"), ("mixed/100", "fine/200")):
+    copies = [("mixed/000", "mixed/001"), ("mixed/002", "mixed/003"), ("mixed/002", "mixed/004"), ("mixed/100", "fine/200")]
+    for source, target in copies:
         shutil.copy(tmp_path / "images" / f"{source}.png", tmp_path / "images" / f"{target}.png")
     caplog.set_level("INFO")
     folder = encode(tmp_path / "images", tmp_path / "out", "identity", "resolution=8", "shard_size=100")
@@ -634,10 +635,10 @@ def test_inspection_finds_constant_and_repeated_images_of_each_class(tmp_path, c
     assert json.loads((folder / "manifest.json").read_text())["notes"] == {"transparent": 250}
     found = problems_of(folder)
     assert "2 problems" in found
-    assert "class 0 blank: of 250 latents, 250 are constant, 249 repeat latents of the class" in found
-    assert "class 2 mixed: of 250 latents, 3 repeat latents of the class, 1 equal latents of another class" in found
-    assert "class 1 fine: of 250 latents, 1 equal latents of another class" in caplog.text  # few, which is no problem
-    assert "item 450 of class 1 equals item 600 of class 2" in caplog.text
+    assert "class 0 blank: of 250 latents, 250 are constant (item 0), 249 repeat latents of the class (item 1 equals 0)" in found
+    assert "class 2 mixed: of 250 latents, 3 repeat latents of the class (item 501 equals 500), 1 equal latents of another" in found
+    few = "class 1 fine: of 250 latents, 1 equal latents of another class (item 450 equals 600)"
+    assert few in caplog.text and few not in found
 
 
 def replace_three(images, folder):
@@ -663,6 +664,16 @@ class Halved:
 
     def decode(self, latents):
         return latents.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+
+
+@pytest.mark.parametrize("kind", ["moments", "sample"])
+def test_copies_of_an_image_are_found_in_latents_of_an_autoencoder(images, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: Halved())
+    folder = shutil.copytree(images, tmp_path / "images")
+    shutil.copy(folder / open_labelled_images(folder).names[5], folder / "cow" / "z.png")  # Pillow ignores the suffix
+    found = problems_of(encode(folder, tmp_path / "out", "sd-vae:halved", f"kind={kind}"))
+    assert "class 0 ant: of 14 latents, 1 equal latents of another class (item 5 equals 40)" in found
+    assert "class 2 cow: of 14 latents, 1 equal latents of another class (item 40 equals 5)" in found
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", "sd-vae:halved"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -125,20 +125,20 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
 
 def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
     """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`."""
-    info, sums, not_finite, digests, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
+    info, sums, not_finite, projections, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
-        digests += map(_digest, latents.numpy())
-        constant += _are_constant(latents).tolist()
-    is_pixels = info.autoencoder == "identity" and info.kind == "sample"
-    yield from _check_repeats(dataset, digests, constant if is_pixels else [False] * len(dataset), "latents")
+        means = mean_and_log_variance(latents.float(), info.kind)[0]
+        projections.append(_project(means))
+        constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
     if not_finite:
         yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
+    yield from _check_repeats(dataset, torch.cat(projections), constant, "latents")
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = for_network(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
@@ -156,37 +156,67 @@ def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
         yield f"{words}, cannot be right: {reasons}"
 
 
-def _digest(item: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(item), digest_size=8).digest(), "little")
+@functools.lru_cache(maxsize=2)
+def _directions(num_values: int) -> Tensor:
+    return torch.randn(num_values, 8, generator=torch.Generator().manual_seed(0)) / num_values**0.5
+
+
+def _project(images: Tensor) -> Tensor:
+    """Project images or latents [b, ...] on random directions, float32 [b, 8], in which nearly equal items are neighbours."""
+    flat = images.flatten(1).float().nan_to_num(0, 0, 0)
+    return flat @ _directions(flat.shape[1])
 
 
 def _are_constant(images: Tensor) -> Tensor:
-    """Return for each image [b, C, H, W] whether every channel has a single value, bool [b]."""
-    return (images.amax(dim=(2, 3)) == images.amin(dim=(2, 3))).all(dim=1)
+    """Return for each image [b, C, H, W] in -1 to 1 whether every channel has a single grey level, bool [b]."""
+    return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-def _check_repeats(dataset: LatentDataset, digests: list[int], constant: list[bool], what: str) -> Iterator[str]:
+def _find_equal(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1.
+
+    Two items are equal if their projections fall into the same cell of a grid, whose cells are 1% of the standard deviation.
+    Copies of an image can differ by rounding, or by the noise of kind=sample. Three shifted grids therefore find the copies that
+    a cell's border separates in one grid.
+    """
+    scaled = projections.double().numpy() / (0.01 * projections.std(dim=0, correction=0).mean().item() or 1.0)
+    repeat_of, shared_with = np.full((2, len(labels)), -1)
+    for shift in (0, 1 / 3, 2 / 3):
+        cells = np.unique(np.floor(scaled + shift), axis=0, return_inverse=True)[1].reshape(-1)
+        # The first item of each pair (cell, class), sorted by cell and then by class.
+        _, first, pair = np.unique(cells * (labels.max() + 1) + labels, return_index=True, return_inverse=True)
+        is_repeat = first[pair] != np.arange(len(labels))
+        repeat_of[is_repeat] = first[pair][is_repeat]
+        start = np.unique(cells[first], return_index=True)[1]
+        lowest, highest = first[start][cells], first[np.append(start[1:], len(first)) - 1][cells]  # class in the item's cell
+        is_shared = labels[lowest] != labels[highest]
+        shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
+    return repeat_of, shared_with
+
+
+def _check_repeats(dataset: LatentDataset, projections: Tensor, constant: list[bool], what: str) -> Iterator[str]:
     """Count constant and repeated items in each class. Counts of at most FEW of a class are logged and are no problem."""
-    labels, items = dataset.labels, np.unique(np.array(digests, np.uint64), return_inverse=True)[1]  # equal items: equal numbers
-    pairs, first = np.unique(items * dataset.info.num_classes + labels, return_index=True)  # the classes of each number
-    is_repeat = np.ones(len(labels), dtype=bool)
-    is_repeat[first] = False
-    is_shared = np.bincount(pairs // dataset.info.num_classes)[items] > 1
-    counts = np.bincount(labels)
-    kinds = {"are constant": constant, f"repeat {what} of the class": is_repeat, f"equal {what} of another class": is_shared}
-    numbers = {words: np.bincount(labels, np.asarray(flags, float)).astype(int) for words, flags in kinds.items()}
+    labels, counts = dataset.labels, np.bincount(dataset.labels)
+    repeat_of, shared_with = _find_equal(projections, labels)
+    kinds = {
+        "are constant": np.where(constant, np.arange(len(labels)), -1),
+        f"repeat {what} of the class": repeat_of,
+        f"equal {what} of another class": shared_with,
+    }
+    numbers = {words: np.bincount(labels[others >= 0], minlength=len(counts)) for words, others in kinds.items()}
     worst = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
     lines = {True: [], False: []}  # whether the class is a problem -> lines
-    for label in np.argsort(-worst, kind="stable")[: np.count_nonzero(worst)]:
-        found = [f"{values[label]} {words}" for words, values in numbers.items() if values[label]]
+    affected = np.argsort(-worst, kind="stable")[: np.count_nonzero(worst)]
+    for label in affected[:100]:
+        found = []
+        for words in [words for words in kinds if numbers[words][label]]:
+            item = np.flatnonzero((labels == label) & (kinds[words] >= 0))[0]
+            example = f"item {item}" if kinds[words][item] == item else f"item {item} equals {kinds[words][item]}"
+            found.append(f"{numbers[words][label]} {words} ({example})")
         caption = class_caption(label, dataset.class_names)
         lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(found)}")
-    if is_shared.any():
-        one = np.flatnonzero(is_shared)[0]
-        other = np.flatnonzero((items == items[one]) & (labels != labels[one]))[0]
-        log.warning("item %d of class %d equals item %d of class %d", one, labels[one], other, labels[other])
     for is_problem, texts in lines.items():
-        shown = texts[:5] + ([f"and {len(texts) - 5} more classes"] if len(texts) > 5 else [])
+        shown = texts[:5] + (["and more classes"] if len(texts) > 5 else [])
         if is_problem:
             yield from shown
         elif shown:
@@ -197,7 +227,7 @@ def _check_originals(
     dataset: LatentDataset, originals: Originals, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
     """Compare every latent with its image: pixels exactly, and decoded latents in the means of at most 16x16 cells."""
-    info, different, digests, constant = dataset.info, [], [], []
+    info, different, projections, constant = dataset.info, [], [], []
     size = max(1, DECODED_PIXELS // info.resolution**2)
     images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
     for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
@@ -212,11 +242,11 @@ def _check_originals(
             error = decoder.decode(latents.to(device)).cpu().clamp(-1, 1) - expected
             cells = adaptive_avg_pool2d(error, min(16, info.resolution))
             is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
-            digests += map(_digest, pixels.numpy())
-            constant += _are_constant(pixels.permute(0, 3, 1, 2)).tolist()
+            projections.append(_project(expected))
+            constant += _are_constant(expected).tolist()
         different += items[is_different.numpy()].tolist()
-    if digests:
-        yield from _check_repeats(dataset, digests, constant, "images")
+    if projections:  # pixels are compared as latents
+        yield from _check_repeats(dataset, torch.cat(projections), constant, "images")
     log.info("%d of %d latents show their image", len(dataset) - len(different), len(dataset))
     if different:
         names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3])
