@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from common.files import open_atomically
-from common.images import DRAWING, labelled_grid
+from common.images import DRAWING, class_caption, labelled_grid
 from common.types import AutoencoderSpec, Colour, PositiveFloat, PositiveInt, Text
 from configs import command_line
 
@@ -36,8 +36,8 @@ log = logging.getLogger("prepare_latents")
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
-    from latents.prepare.encode import NOT_IN_LATENTS, encode_images
-    from latents.prepare.images import count_classes, open_labelled_images
+    from latents.prepare.encode import NOT_IN_LATENTS, check_faults, encode_images
+    from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
     from latents.torch_files import read_channel_statistics
@@ -51,10 +51,16 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if cfg.grey and cfg.autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
-    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats") if getattr(cfg, key)]) > 1:
+    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
+
+    def find_images() -> LabelledImages:
+        images = open_labelled_images(cfg.images, cfg.labels, cfg.part)
+        check_faults(images, cfg)
+        return images
+
     # Only rank 0 lists the images, so that the other ranks do not look up every file on a shared disk.
-    source = processes.on_main(lambda: open_labelled_images(cfg.images, cfg.labels, cfg.part))
+    source = processes.on_main(find_images)
     processes.check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
     if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
         raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
@@ -65,11 +71,13 @@ def encode(cfg: EncodeConfig) -> None:
     if cfg.resolution % vae.downsampling:
         raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
     num_classes = count_classes(source.labels, cfg.num_classes, source.class_names)
+    log.info("%s", describe_classes(source))
     statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
-    scale_factor = 1.0 if cfg.normalize or statistics else vae.scale_factor
+    scale_factor = cfg.scale_factor or (1.0 if cfg.normalize or statistics else vae.scale_factor)
     info = ShardInfo(cfg.kind, scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_LATENTS}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
+    settings |= {} if cfg.value_range is None else {"value_range": cfg.value_range}  # earlier versions had no such setting
 
     def hash_items(*bounds: int) -> str:
         return processes.on_main(lambda: source.fingerprint(*bounds))
@@ -78,7 +86,8 @@ def encode(cfg: EncodeConfig) -> None:
     encode_images(source, vae, writer, info, cfg, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source=cfg.images, unread=source.unread)
+        about = {"source": cfg.images, "unread": source.unread}
+        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **about)
     processes.leave()
 
 
@@ -94,14 +103,15 @@ def inspect(
 
     Args:
         path: Folder of shards, or a single shard.
-        images: Folder of the encoded images. If `images` is set, the grid shows the original images next to the decoded latents.
+        images: Folder of the encoded images. If `images` is set, the command compares all latents with these images, and the grid
+            shows the original images next to the decoded latents.
         autoencoder: Autoencoder that decodes the latents for the grid. By default, the shards determine the autoencoder.
         grid: Image file to write. `auto` writes <path>/inspect_<hash>.png, and `none` disables the grid.
         sigma_data: Standard deviation of the network input that the diffusion assumes.
     """
     from latents import autoencoders
-    from latents.prepare.inspect import fetch_images, fetch_originals, fetch_spread, find_problems
-    from latents.shards import LatentDataset
+    from latents.prepare.inspect import Originals, fetch_images, fetch_spread, find_problems
+    from latents.shards import LatentDataset, spread_items
     from runtime.machine import start_accelerator
 
     dataset = LatentDataset(path, check_folder=False)
@@ -113,14 +123,16 @@ def inspect(
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
-    if is_drawn:
-        device = start_accelerator(cpu_threads).device
+    decoder, device = None, start_accelerator(cpu_threads).device
+    if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
-        originals = None if images is None else fetch_originals(dataset, images)
-    problems = find_problems(dataset, sigma_data)
+    source = None if images is None else Originals(dataset, images)
+    problems = find_problems(dataset, sigma_data, source, decoder, device)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
+        labels = [class_caption(label, dataset.class_names) for label in labels]
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
+        originals = None if source is None else [source.read(item) for item in spread_items(len(dataset), len(labels))]
         if originals is None and dataset.has_jpegs:
             with contextlib.suppress(UserError):  # find_problems already reports unreadable images
                 originals = fetch_images(dataset)

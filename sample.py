@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,11 +26,11 @@ from PIL import Image
 
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, is_leftover, lock_folder, open_atomically, write_atomically
-from common.images import labelled_grid
+from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from configs import command_line
-from configs.schema import ImageSettings, SampleConfig, differences
-from configs.settings import read_stored
+from configs.schema import Data, ImageSettings, SampleConfig, differences
+from configs.settings import nearest, read_stored
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sample")
 
 MAX_GRID_IMAGES = 100
+_IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 
 
 def main(cfg: SampleConfig) -> None:
@@ -61,13 +64,15 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint")
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
+    names = on_main(lambda: find_class_names(run.data))
+    cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe)
     with contextlib.ExitStack() as stack:
         on_main(lambda: stack.enter_context(open_output(output, settings, recipe)))
         check_shared(output / "settings.yaml", "output")
-        files = {seed: output / f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in labels.items()}
+        files = on_main(lambda: name_files(output, labels, names))
         missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
         log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
         if missing:
@@ -78,11 +83,32 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
             log.info(f"cost     {cost}", sampler.cost)
         wait_for_all()
         if accelerator.is_main_process:
-            write_grid_and_npz(output, cfg.npz, files, labels)
+            write_grid_and_npz(output, cfg.npz, files, labels, names)
+
+
+def find_class_names(data: Data) -> list[str] | None:
+    """Return the class names that the run's latents store, or None if the latents are not on this machine or have no names."""
+    from latents.shards import read_class_names
+
+    with contextlib.suppress(UserError):  # names only serve for display, so a damaged manifest does not stop sampling
+        return read_class_names(data.path)
+
+
+def class_numbers(classes: list[int | str] | None, names: list[str] | None, path: str | None) -> list[int] | None:
+    """Replace class names by class numbers. Raises UserError for unknown names."""
+    for name in [entry for entry in classes or () if isinstance(entry, str)]:
+        if names is None:
+            raise UserError(f"classes: {name} is a name, but the latents at data.path={path} have no class names; give numbers")
+        if name not in names:
+            raise UserError(f"classes: no class has the name {name!r}{nearest(name, names)}")
+    numbers = classes and [names.index(entry) if isinstance(entry, str) else entry for entry in classes]
+    if numbers and len(set(numbers)) < len(numbers):
+        raise UserError(f"classes={classes} lists a class by number and by name")
+    return numbers
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """Map each seed to a class. Seeds cycle through `classes` if it is set. Otherwise, `draw_labels` chooses the classes."""
+    """Map each seed to a class. Seed i uses entry i mod length of `classes`. Without `classes`, `draw_labels` chooses them."""
     from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:
@@ -92,7 +118,26 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
         return draw_labels(seeds, num_classes, cfg.labels)
     if max(cfg.classes) >= num_classes:
         raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
-    return {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
+    labels = {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
+    if (num_drawn := len(set(labels.values()))) < min(len(seeds), len(cfg.classes)):
+        drawn = ", ".join(f"seed {seed}: class {label}" for seed, label in list(labels.items())[:4])
+        words = "%d seeds draw only %d of %d classes, because seed i uses entry i mod %d of classes= (%s, ...)"
+        log.warning(words, len(seeds), num_drawn, len(cfg.classes), len(cfg.classes), drawn)
+    return labels
+
+
+def name_files(output: Path, labels: dict[int, int], names: list[str] | None) -> dict[int, Path]:
+    """Return the file of each seed, such as seed_000003_class_001_color.png.
+
+    An image that exists keeps its name, because earlier versions, and machines without the latents, write no class name.
+    """
+    existing = {match[1]: output / match[0] for match in map(_IMAGE.fullmatch, os.listdir(output)) if match}
+    files = {}
+    for seed, label in labels.items():
+        stem = f"seed_{seed:06d}_class_{label:03d}"
+        name = re.sub(r"[^\w.-]+", "-", names[label])[:40].strip("-") if names and label < len(names) else ""
+        files[seed] = existing.get(stem, output / f"{stem}{'_' if name else ''}{name}.png")
+    return files
 
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
@@ -175,7 +220,9 @@ def make_images(
         list(writing)
 
 
-def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: dict[int, int]) -> None:
+def write_grid_and_npz(
+    output: Path, npz: bool, files: dict[int, Path], labels: dict[int, int], names: list[str] | None = None
+) -> None:
     """Write the first images to grid_<seeds>.png and, if `npz` is true, all images to samples_<seeds>.npz in `files` order."""
     from evaluations.images import write_npz
 
@@ -189,7 +236,7 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
             return np.asarray(Image.open(files[seed]).convert("RGB"))
 
     shown = seeds[:MAX_GRID_IMAGES]
-    grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])
+    grid = labelled_grid([read(seed) for seed in shown], [class_caption(labels[seed], names) for seed in shown])
     with open_atomically(output / f"grid_{spec}.png") as f:
         grid.save(f, format="PNG")
     log.info("grid     %s", output / f"grid_{spec}.png")

@@ -123,6 +123,8 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
         changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
     if changed:
+        if any(line.startswith("data.scale_factor") for line in changed):
+            changed.append(f"`prepare_latents.py encode scale_factor={stored.data.scale_factor:g}` gives new latents this factor")
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 
 

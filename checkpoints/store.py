@@ -269,6 +269,9 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def find_checkpoint(folder: Path, key: str) -> Path:
     """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists."""
+    own_files = {*WEIGHTS.values(), *(f"{name}.safetensors" for name in OPTIONAL)}
+    if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
+        raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / MANIFEST).exists():
         verify(folder)
         return folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -14,6 +14,14 @@ class UserError(ValueError):
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def list_faults(faults: Sequence[str], remedy: str) -> str:
+    """Return an error message for one or more faults. The message shows at most 20 faults. `remedy` contains {} for `it`."""
+    if len(faults) == 1:
+        return f"{faults[0]}; {remedy.format('it')}"
+    more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
+    return "\n- ".join([f"{len(faults)} faults; {remedy.format('them')}:", *faults[:20], *more])
 
 
 @contextlib.contextmanager

@@ -173,6 +173,13 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
 
 
+def check_regular(path: Path) -> Path:
+    """Return `path`. Raises UserError if it is not a regular file, because opening a pipe or device could block forever."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a regular file, or the link is broken")
+    return path
+
+
 def hash_bytes(content: bytes) -> str:
     """Return the blake2b hash of the bytes as 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -4,48 +4,73 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageOps
 
-from common.errors import UserError
+from common.errors import UserError, list_faults
 
+NOT_A_FILE = "it is not a regular file, or the link is broken"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+OTHER_SUFFIXES = (".svg", ".svgz", ".heic", ".heif", ".avif", ".jxl")  # image formats that Pillow may not know
 MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # modes with at most 8 bits per channel
-UNKNOWN_TO_PILLOW = (".svg", ".svgz", ".heic", ".heif", ".avif", ".jxl")  # image suffixes that some Pillow versions do not know
 DRAWING = "inspect_{}.png"  # drawing that `prepare_latents.py inspect` writes into a folder of shards, named by 8 hex digits
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # grey modes with more than 8 bits, which need a `value_range`
 
 
-def list_images(folder: Path) -> tuple[list[str], list[str]]:
-    """List the files below `folder` that have a suffix in SUFFIXES, and the files with other suffixes of image formats.
+class Listing(NamedTuple):
+    """Files below a folder. The paths are sorted, relative to the folder, and contain forward slashes."""
 
-    `list_files` describes the paths and the errors.
+    images: list[str]  # files with a suffix in SUFFIXES
+    unread: list[str]  # files with the suffix of another image format
+    others: Counter[str]  # number of all other files by suffix
+
+
+def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
+    """List the files below `folder`. The search follows links to folders and skips hidden names.
+
+    Faults are links to a folder that contains the link, folders that cannot be read, and images that are broken links, pipes or
+    devices. The function adds {relative path: message} to `faults`. If `faults` is None, it raises UserError instead.
     """
-    others = tuple(Image.registered_extensions().keys() - {*SUFFIXES}) + UNKNOWN_TO_PILLOW
-    files = list_files(folder)
-    images, unread = ([file for file in files if file.lower().endswith(endings)] for endings in (SUFFIXES, others))
-    return images, unread
-
-
-def list_files(folder: Path) -> list[str]:
-    """List all files below `folder`. The paths are sorted, relative to `folder`, and contain forward slashes.
-
-    The search follows links to folders and skips hidden names. Raises UserError if a link points to a folder that contains it.
-    """
-    files = []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        parent = Path(root)
-        if parent.resolve() in map(Path.resolve, parent.parents):
-            raise UserError(f"{parent} is a link to a folder that contains it; remove the link")
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        files += [(parent / name).relative_to(folder).as_posix() for name in names if not is_hidden(name)]
-    return sorted(files)
+    images, unread, others, found = [], [], Counter(), {}
+    unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
+    folders: list[tuple[str, frozenset]] = [("", frozenset())]  # relative path, and identities of the folder's parents
+    while folders:
+        parent, identities = folders.pop()
+        try:
+            status = os.stat(folder / parent)
+            if (identity := (status.st_dev, status.st_ino)) in identities:
+                found[parent[:-1]] = f"{parent[:-1]} is a link to a folder that contains it"
+                continue
+            entries = [entry for entry in os.scandir(folder / parent) if not is_hidden(entry.name)]
+        except OSError as e:
+            found[parent[:-1]] = f"{parent[:-1] or folder!s:.200} cannot be read: {e.strerror}"
+            continue
+        for entry in entries:
+            name, suffix = parent + entry.name, os.path.splitext(entry.name)[1].lower()
+            if os.path.isdir(entry) if entry.is_symlink() else entry.is_dir():
+                folders.append((f"{name}/", identities | {identity}))
+            elif suffix in SUFFIXES:
+                images.append(name)
+                if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
+                    found[name] = f"{name} cannot be read: {NOT_A_FILE}"
+            elif suffix in unread_suffixes:
+                unread.append(name)
+            else:
+                others[suffix or "no suffix"] += 1
+    if faults is not None:
+        faults.update(sorted(found.items()))
+    elif found:
+        raise UserError(f"{folder}: {list_faults([found[name] for name in sorted(found)], 'repair or remove {}')}")
+    return Listing(sorted(images), sorted(unread), others)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `list_files` skips a name: dot files, the folder that macOS adds to .zip files and drawings by `inspect`."""
+    """Return whether `list_images` skips a name: dot files, macOS's folder in .zip files and drawings by `inspect`."""
     return name.startswith(".") or name == "__MACOSX" or re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
 
 
@@ -54,23 +79,54 @@ def are_same_colour(first: str, second: str) -> bool:
     return ImageColor.getrgb(first) == ImageColor.getrgb(second)
 
 
-def read_rgb(file: Path | BinaryIO, background: str = "white", modes: tuple[str, ...] = MODES) -> tuple[Image.Image, bool]:
-    """Decode an image to 8-bit RGB and apply its EXIF orientation. Also return whether the background shows through.
+def read_rgb(
+    file: Path | BinaryIO,
+    background: str = "white",
+    modes: tuple[str, ...] = MODES,
+    value_range: tuple[float, float] | None = None,
+) -> tuple[Image.Image, list[str]]:
+    """Decode an image to 8-bit RGB and apply its EXIF orientation. Also return what a viewer of the file might miss.
 
-    Raises ValueError if the path is not a regular file or the Pillow mode is not in `modes`. Damaged files can raise any error.
+    Args:
+        background: Colour behind transparent pixels.
+        modes: Accepted Pillow modes.
+        value_range: For grey images with more than 8 bits, the values (low, high) that become black and white.
+
+    Returns:
+        The image, and a list of `transparent` (the background shows through) and `multi_frame` (only the first page or frame of
+        several is read).
+
+    Raises:
+        ValueError: If the path is not a regular file, or if the Pillow mode is not in `modes`. Damaged files can raise any error.
     """
     if isinstance(file, Path) and not file.is_file():  # reading from a pipe could block forever
-        raise ValueError("it is not a regular file, or is missing")
+        raise ValueError(NOT_A_FILE)
     with Image.open(file) as image:
-        if image.mode not in modes:
+        notes = ["multi_frame"] if getattr(image, "is_animated", False) else []
+        if image.mode not in (*modes, *DEEP_MODES):
             raise ValueError(f"Pillow's mode {image.mode} is not accepted: {', '.join(modes)}")
         image = ImageOps.exif_transpose(image)
+    if image.mode in DEEP_MODES:
+        image = _to_grey(image, value_range)
     if not image.has_transparency_data:
-        return image.convert("RGB"), False
+        return image.convert("RGB"), notes
     layer = image.convert("RGBA")
     canvas = Image.new("RGBA", image.size, background)
     canvas.alpha_composite(layer)
-    return canvas.convert("RGB"), layer.getextrema()[3][0] < 255
+    return canvas.convert("RGB"), notes + (["transparent"] if layer.getextrema()[3][0] < 255 else [])
+
+
+def _to_grey(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+    """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white."""
+    if value_range is None:
+        low, high = image.getextrema()
+        given = f"Pillow's mode {image.mode} has more than 8 bits, and this image has values from {low:g} to {high:g}"
+        raise ValueError(f"{given}; value_range=[low,high] of prepare_latents.py maps low to black and high to white")
+    low, high = value_range
+    levels = (np.asarray(image, dtype=np.float64) - low) * (255 / (high - low))
+    if not np.isfinite(levels).all():
+        raise ValueError("the image holds NaN or infinity")
+    return Image.fromarray(np.clip(np.round(levels), 0, 255).astype(np.uint8))
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
@@ -90,16 +146,29 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     return np.array(image.crop((left, top, left + resolution, top + resolution)))
 
 
-def labelled_grid(images: list[np.ndarray], labels: list[int], num_columns: int = 10) -> Image.Image:
-    """Arrange images (uint8 [H, W, 3], equal sizes) in a grid with a label above each. Enlarge images smaller than 64 pixels."""
+def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_columns: int = 10) -> Image.Image:
+    """Arrange images (uint8 [H, W, 3], equal sizes) in a grid with a caption above each. Enlarge images smaller than 64 pixels.
+
+    A caption that is wider than its image is shortened. Characters outside Latin-1, which the font may lack, become `?`.
+    """
     height, width = images[0].shape[:2]
     factor = -(-64 // min(height, width))
-    height, width, gap, caption = height * factor, width * factor, 4, 14
+    height, width, gap, caption_height = height * factor, width * factor, 4, 14
     num_columns = min(num_columns, len(images))
     num_rows = -(-len(images) // num_columns)
-    grid = Image.new("RGB", (num_columns * (width + gap) + gap, num_rows * (height + caption + gap) + gap), "white")
-    for i, (image, label) in enumerate(zip(images, labels)):
-        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption + gap)
-        ImageDraw.Draw(grid).text((x + 1, y), str(label), fill="black")
-        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption))
+    size = num_columns * (width + gap) + gap, num_rows * (height + caption_height + gap) + gap
+    grid = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(grid)
+    for i, (image, caption) in enumerate(zip(images, captions)):
+        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption_height + gap)
+        text = str(caption).encode("latin-1", "replace").decode("latin-1")
+        while draw.textlength(text) > width:
+            text = text[:-1]
+        draw.text((x + 1, y), text, fill="black")
+        grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption_height))
     return grid
+
+
+def class_caption(label: int, class_names: Sequence[str] | None) -> str:
+    """Return the caption of an image in a grid: the class number, followed by the class name if it is known."""
+    return f"{label} {class_names[label]}" if class_names and label < len(class_names) else str(label)

@@ -13,9 +13,13 @@ from pydantic.dataclasses import dataclass
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 
-def _colour(name: str) -> str:
+def _colour(name: object) -> object:
     from PIL import ImageColor
 
+    if name is None:  # YAML takes an unquoted # as the start of a comment
+        raise ValueError("there is no colour; put quotes around #: background=\"'#808080'\"")
+    if not isinstance(name, str):
+        return name  # pydantic reports the wrong type
     if len(ImageColor.getrgb(name)) != 3:  # raises ValueError for an unknown name
         raise ValueError(f"{name!r} is transparent")
     return name
@@ -36,6 +40,15 @@ Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's nu
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
+
+
+def _increasing(ends: list[float]) -> list[float]:
+    if not ends[0] < ends[1]:
+        raise ValueError(f"{ends} is not [low,high] with low below high")
+    return ends
+
+
+Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterValidator(_increasing)]  # [low, high]
 Text = Annotated[str, Field(min_length=1)]
-Colour = Annotated[str, AfterValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
+Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
 AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]

@@ -61,11 +61,22 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
+def parse_classes(spec: str | int | list) -> list[int | str]:
+    """Parse class numbers, ranges of numbers and class names: `[0-2,color]` -> [0, 1, 2, "color"]. Raises ValueError."""
+    classes: list[int | str] = []
+    for part in ",".join(map(str, as_list(spec))).split(","):
+        classes += parse_numbers(part) if re.fullmatch(r"[\d\s-]*", part) else [part.strip()]
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"{spec!r:.60} repeats a class")
+    return classes
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 Detector = Annotated[str, Field(pattern="^(inception|dinov2|digits|small-[a-z][a-z0-9_]*)$")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
+Classes = Annotated[list[int | str], BeforeValidator(parse_classes)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile
@@ -378,7 +389,7 @@ class SampleConfig(_Sampling):
     ema_length: EMALength | None
     num_samples: PositiveInt | None
     seeds: Numbers | None
-    classes: Numbers | None
+    classes: Classes | None
     guidance: Guidance
     cfg_scale: FiniteFloat | None
     npz: bool

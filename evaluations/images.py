@@ -19,11 +19,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor
+from PIL import ImageColor
 
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, open_atomically
-from common.images import MODES, SUFFIXES, adm_center_crop, list_files, read_rgb
+from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,13 @@ class ImageFolder:
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
-        files = [self.path / name for name in list_files(self.path)]
+        listed = list_images(self.path)
         is_sampled = (self.path / "settings.yaml").exists()  # sample.py writes grids next to its images
-        is_read = [f.name.lower().endswith(SUFFIXES) and not (is_sampled and f.name.startswith("grid_")) for f in files]
-        self.files = [file for file, read in zip(files, is_read) if read]
+        grids = [name for name in listed.images if is_sampled and Path(name).name.startswith("grid_")]
+        self.files = [self.path / name for name in listed.images if name not in grids]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
-        if others := Counter(file.suffix or file.name for file, read in zip(files, is_read) if not read):
+        if others := listed.others + Counter(Path(name).suffix for name in [*listed.unread, *grids]):
             left_out = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
             log.info("%s: %d images are read; %d other files are not: %s", self.path, len(self.files), others.total(), left_out)
         found = [re.match(r"seed_\d+_class_(\d+)", file.name) for file in self.files] if is_sampled else [None]
@@ -133,10 +133,9 @@ class ImageFolder:
 
     def _read(self, file: Path) -> np.ndarray:
         with as_user_error(file):
-            image, _ = read_rgb(file, self.background, self._modes)
-            with Image.open(file) as opened:  # reads only the header
-                if getattr(opened, "n_frames", 1) > 1:
-                    self._with_more_frames.append(file)
+            image, notes = read_rgb(file, self.background, self._modes)
+            if "multi_frame" in notes:
+                self._with_more_frames.append(file)
             if self.crop is not None:
                 return adm_center_crop(image, self.crop)
             if self.shape and (image.height, image.width) != self.shape[1:3]:

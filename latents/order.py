@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -55,14 +56,34 @@ def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tupl
 
 # Function that loads a batch's tensors given the item indices and flips, such as `LatentDataset.fetch`.
 Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
-BATCHES_AHEAD = 2  # number of batches that each thread prefetches
+T, R = TypeVar("T"), TypeVar("R")
+CALLS_AHEAD = 2  # number of calls that each thread makes before the caller needs the results
+
+
+def map_ahead(function: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
+    """Yield `function(item)` for each item in order, while threads already compute the next results.
+
+    Threads suffice for reading files and for Pillow, which release the GIL. Passing a batch of latents between processes takes
+    several times as long as reading the batch. With num_threads=0, the caller computes each result when it is needed.
+    """
+    if num_threads == 0:
+        yield from map(function, items)
+        return
+    ahead: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="read") as pool:
+        try:
+            for item in items:
+                ahead.append(pool.submit(function, item))
+                if len(ahead) > num_threads * CALLS_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: bool) -> Iterator[tuple[Tensor, ...]]:
     """Load micro-batches with `fetch` and yield them in the given order, which does not depend on the number of workers.
-
-    The workers are threads, because file reads release the GIL. Passing a batch between processes takes several times as long as
-    reading the batch.
 
     Args:
         num_workers: Number of threads that prefetch batches. With 0, the caller reads each batch when it is needed.
@@ -73,17 +94,4 @@ def read_batches(fetch: Fetch, order: BatchOrder, num_workers: int, pin_memory: 
         tensors = fetch(*batch)
         return tuple(tensor.pin_memory() for tensor in tensors) if pin_memory else tensors
 
-    if num_workers == 0:
-        yield from map(read, order)
-        return
-    ahead: deque[Future] = deque()
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="latents") as pool:
-        try:
-            for batch in order:
-                ahead.append(pool.submit(read, batch))
-                if len(ahead) > num_workers * BATCHES_AHEAD:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    yield from map_ahead(read, order, num_workers)

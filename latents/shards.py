@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, hash_file, read_json, write_atomically
-from common.types import FiniteFloat, PositiveFloat
+from common.files import check_regular, hash_bytes, hash_file, read_json, write_atomically
+from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
@@ -139,6 +140,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
     need(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
+    need(min(latents.shape[1:]) > 0, "latents [M, C, H, W] with C, H and W above 0")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
@@ -156,19 +158,59 @@ def spread_items(num_items: int, at_most: int) -> np.ndarray:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards."""
-    return sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards.
+
+    Raise UserError if a shard is not a regular file.
+    """
+    return sorted(check_regular(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+
+
+class _Open(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow", strict=True)
+
+
+class _EncodeSettings(_Open):
+    """Entries of a manifest's `settings` that this project reads."""
+
+    part: Literal["all", "train", "validation"] = "all"
+    background: Colour = "white"
+    pad: NonNegativeInt = 0
+    grey: bool = False
+    value_range: Range | None = None
+
+
+class _LeftOut(_Open):
+    name: str
+    problem: str
+
+
+class _Manifest(_Open):
+    shards: dict[str, str]
+    settings: _EncodeSettings
+    class_names: list[str] | None = None
+    left_out: list[_LeftOut] = []
+    notes: dict[str, int] = {}
 
 
 def read_manifest(folder: Path) -> dict | None:
     """Read a folder's manifest, or return None if the file is missing. Raise UserError if the file does not describe latents."""
     file = folder / MANIFEST
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
-    manifest = read_json(file)
-    if not (isinstance(manifest, dict) and {"shards", "settings"} <= manifest.keys()):
-        raise UserError(f"{file} is not a manifest of latent shards; make the folder again, or remove this file")
+    manifest = read_json(check_regular(file))
+    try:
+        _Manifest.model_validate(manifest if isinstance(manifest, dict) else {})
+    except pydantic.ValidationError as e:
+        problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}"
+        words = "make the folder again, or remove this file"
+        raise UserError(f"{file} is not a manifest of latent shards ({problem}); {words}") from e
     return manifest
+
+
+def read_class_names(path: str | None) -> list[str] | None:
+    """Return the class names of the latents at `path`, or None if the folder or the names are missing. Read only the manifest."""
+    manifest = read_manifest(Path(path)) if path and Path(path).is_dir() else None
+    return manifest and manifest.get("class_names")
 
 
 class LatentDataset:

@@ -6,10 +6,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, as_user_error
+from common.files import check_regular
 
 
 def load_tensors(file: Path) -> Any:
@@ -18,6 +20,7 @@ def load_tensors(file: Path) -> Any:
     Raise UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
     """
     with as_user_error(file):
+        check_regular(file)
         if file.suffix == ".safetensors":
             return load_file(file)
         with open(file, "rb") as f:
@@ -36,4 +39,8 @@ def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float],
         raise UserError(f"{file} does not hold the tensors mean and std") from e
     if not len(mean) == len(std) == num_channels:
         raise UserError(f"{file} has {len(mean)} channels, and the latents have {num_channels}")
+    for name, values, are_valid in (("mean", mean, np.isfinite(mean)), ("std", std, np.isfinite(std) & np.greater(std, 0))):
+        if not are_valid.all():
+            channel = int(np.argmin(are_valid))
+            raise UserError(f"{file}: {name} of channel {channel} is {values[channel]:g}; need finite numbers, and std above 0")
     return mean, std

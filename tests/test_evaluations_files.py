@@ -156,7 +156,7 @@ def test_files_pages_and_frames_that_are_not_read_are_named(tmp_path, caplog):
     for name in ("a.svg", "b.svg", "README"):
         (tmp_path / name).write_text("text")
     assert np.array_equal(read(ImageFolder(tmp_path), 2), np.stack([np.array(images[0])] * 3))
-    assert "3 images are read; 4 other files are not: 2 .svg, 1 README, 1 .gif" in caplog.text
+    assert "3 images are read; 4 other files are not: 2 .svg, 1 no suffix, 1 .gif" in caplog.text
     assert f"only the first page or frame of 2 images is read, such as {tmp_path / 'frames.png'}" in caplog.text
 
 

@@ -132,6 +132,9 @@ def cut_off(file):
         (changed(labels=torch.tensor([0])), r"needs labels \[M\] of int64"),
         (changed(labels=None), "needs latents and labels"),
         (changed(latents=torch.zeros(2, 2, 4, 4, dtype=torch.int64)), r"needs latents \[M, C, H, W\] of float16 or float32"),
+        (changed(latents=torch.zeros(2, 0, 4, 4)), r"needs latents \[M, C, H, W\] with C, H and W above 0"),
+        (lambda file: os.mkfifo(file), "is not a regular file, or the link is broken"),
+        (lambda file: file.symlink_to("nowhere"), "is not a regular file, or the link is broken"),
         (changed(latents=torch.zeros(2, 4, 4)), r"latents torch.float32 \[2, 4, 4\].*needs latents \[M, C, H, W\]"),
         (changed(latents_flip=torch.zeros(1, 2, 4, 4)), "needs latents_flip like latents"),
         (changed(images=torch.zeros(9, dtype=torch.uint8)), r"needs image_offsets \[M \+ 1\]"),
@@ -147,6 +150,38 @@ def test_a_bad_shard_is_refused_by_name(tmp_path, write, message):
     with pytest.raises(UserError, match=f"b.safetensors .*{message}") as refused:
         LatentDataset(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ([], "shards: Field required"),
+        ({"settings": {}}, "shards: Field required"),
+        ({"shards": 3, "settings": {}}, "shards: "),
+        ({"shards": {"a": 1}, "settings": {}}, "shards.a: "),
+        ({"shards": {}, "settings": {"background": 3}}, "settings.background: "),
+        ({"shards": {}, "settings": {"part": "half"}}, "settings.part: "),
+        ({"shards": {}, "settings": {}, "class_names": [1]}, "class_names.0: "),
+        ({"shards": {}, "settings": {}, "left_out": [{"name": "a"}]}, "left_out.0.problem: "),
+    ],
+)
+def test_a_manifest_with_other_types_is_refused_by_name(tmp_path, manifest, message):
+    make_shard(tmp_path / "a.safetensors")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({message}") as refused:
+        LatentDataset(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_manifest_that_is_a_pipe_or_a_broken_link_is_refused_at_once(tmp_path):
+    make_shard(tmp_path / "a.safetensors")
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(UserError, match="manifest.json is not a regular file"):
+        LatentDataset(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "manifest.json").symlink_to("nowhere")
+    with pytest.raises(UserError, match="manifest.json is not a regular file, or the link is broken"):
+        LatentDataset(tmp_path)
 
 
 def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_path):

@@ -17,7 +17,7 @@ from conftest import checked, encode, forget_accelerate, make_shard
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_webdataset import write_tar
+from test_webdataset import sd_moments, write_tar
 
 import prepare_latents
 from common.errors import UserError
@@ -26,8 +26,8 @@ from common.randomness import SeedRandom
 from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
-from latents.prepare import inspect as inspect_module
-from latents.prepare.images import open_labelled_images
+from latents.prepare.images import describe_classes, open_labelled_images
+from latents.prepare.inspect import Originals
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
 from training import build
@@ -184,7 +184,7 @@ def test_a_repaired_or_removed_image_changes_only_its_shard(images, vae, encoded
     file = folder / "cow" / "38.jpg"  # in the last of five shards
     good = file.read_bytes()
     file.write_bytes(good[:100])
-    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; repair or remove the image, or set on_error=skip"):
+    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; repair or remove it, or set on_error=skip"):
         encode(folder, tmp_path / "out", vae)
     with pytest.raises(UserError, match="is not finished: run the same prepare_latents.py command again to complete it"):
         LatentDataset(tmp_path / "out")
@@ -234,11 +234,11 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     names = ["ant/00.png", "ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
     assert [entry["name"] for entry in left_out] == names
     assert "ant/00.png cannot be read: it is not a regular file" in left_out[0]["problem"]
-    assert "left out 5, listed in manifest.json; the first: {'name': 'ant/00.png'" in caplog.text
+    assert "left out 5 (ant 2, bee 2, cow 1), listed in manifest.json; the first: {'name': 'ant/00.png'" in caplog.text
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
-    originals = [inspect_module.fetch_originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
-    assert np.array_equal(*originals) and len(originals[0]) == 16
+    originals = [Originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
+    assert all(np.array_equal(*(source.read(item) for source in originals)) for item in range(40))
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
@@ -257,6 +257,87 @@ def test_a_shard_without_any_readable_image_is_empty_and_is_not_encoded_again(im
         (folder / name).write_text("not an image")
     with pytest.raises(UserError, match="none of the 40 items could be read; the first: .*ant"):
         encode(folder, tmp_path / "none", autoencoder or vae, *settings)
+
+
+def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, caplog):
+    folder = shutil.copytree(images, tmp_path / "images")
+    (folder / "bee" / "loop").symlink_to(folder)
+    (folder / "cow" / "broken.png").symlink_to("nowhere.png")
+    (folder / "dog").mkdir()
+    (folder / "ant" / "text.png").write_text("not an image")
+    faults = [
+        "bee/loop is a link to a folder that contains it",
+        "cow/broken.png cannot be read: it is not a regular file, or the link is broken",
+        "dog/ holds no images, and without it later classes get other labels",
+        "ant/text.png cannot be read: UnidentifiedImageError: ",
+    ]
+    with pytest.raises(UserError, match="images=.*: 4 faults; repair or remove them, or set on_error=skip:") as refused:
+        encode(folder, tmp_path / "out")
+    assert all(line.startswith(f"- {fault}") for line, fault in zip(str(refused.value).splitlines()[1:], faults, strict=True))
+    assert not (tmp_path / "out").exists()
+    dataset = LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))
+    assert len(dataset) == 40 and dataset.class_names == ["ant", "bee", "cow"]
+    left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
+    assert sorted(entry["name"] for entry in left_out) == ["ant/text.png", "bee/loop", "cow/broken.png", "dog"]
+    caplog.clear()
+    caplog.set_level("INFO")
+    inspect(tmp_path / "out", "grid=none", f"images={folder}")
+    assert "4 (ant 1, cow 1, bee 1) items could not be read" in caplog.text and "40 of 40 latents show their image" in caplog.text
+
+
+def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(images, tmp_path):
+    folder = shutil.copytree(images, tmp_path / "images")
+    names = open_labelled_images(folder).names
+    for name in (names[1], names[2], names[30]):  # in the shards 0 and 3 of five
+        (folder / name).write_text("not an image")
+    with pytest.raises(UserError, match="^3 faults; repair or remove them, or set on_error=skip:\n- ") as refused:
+        encode(folder, tmp_path / "out")
+    lines = str(refused.value).splitlines()[1:]
+    del refused  # its traceback holds the lock of the folder
+    assert [line.split()[1] for line in lines] == [names[1], names[2], names[30]]
+    made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.safetensors")}
+    assert list(map(int, (name[8:13] for name in sorted(made)))) == [1, 2, 4]
+    for name in (names[1], names[2], names[30]):
+        shutil.copy(images / name, folder / name)
+    encode(folder, tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in made} == made
+    assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "clean"))
+
+
+def test_images_are_read_by_threads(images, tmp_path, monkeypatch):
+    expected = contents(encode(images, tmp_path / "one"))
+
+    def no_process():
+        raise AssertionError("worker processes hang if /dev/shm is full")
+
+    monkeypatch.setattr(os, "fork", no_process)
+    assert contents(encode(images, tmp_path / "two", "identity", "num_workers=2")) == expected
+
+
+def test_the_scale_factor_of_another_data_set_can_be_given(images, tmp_path):
+    first = LatentDataset(encode(images, tmp_path / "first", "identity", "sigma_data=0.5")).info
+    second = LatentDataset(encode(images, tmp_path / "second", "identity", f"scale_factor={first.scale_factor}")).info
+    assert second == first and first.scale_factor != 1
+    with pytest.raises(UserError, match="sigma_data= and scale_factor= all scale the latents"):
+        encode(images, tmp_path / "third", "identity", "sigma_data=0.5", "scale_factor=1")
+
+
+def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tmp_path, caplog):
+    values = np.linspace(1000, 3000, 64).reshape(8, 8)
+    for name, pixels in (("a/deep.png", values.astype(np.uint16)), ("b/float.tiff", values.astype(np.float32))):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "images" / name)
+    settings = ["resolution=8", "dtype=float32", "grey=true"]
+    with pytest.raises(UserError, match="values from 1000 to 3000; value_range=.low,high. of prepare_latents.py maps low to"):
+        encode(tmp_path / "images", tmp_path / "out", "identity", *settings)
+    for wrong in ("[2500,1500]", "[1]"):
+        with pytest.raises(UserError, match="value_range"):
+            encode(tmp_path / "images", tmp_path / "out", "identity", f"value_range={wrong}")
+    dataset = LatentDataset(encode(tmp_path / "images", tmp_path / "new", "identity", *settings, "value_range=[1500,2500]"))
+    pixels = dataset.fetch_with_images(np.arange(2), np.zeros(2, dtype=bool))[2][..., 0].numpy().astype(int)
+    expected = np.clip((values - 1500) / 1000 * 255, 0, 255)
+    assert np.abs(pixels - expected).max() <= 1.01 and pixels.min() == 0 and pixels.max() == 255
+    assert (Originals(dataset, str(tmp_path / "images")).read(1)[..., 0] == pixels[1]).all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,6 +366,20 @@ def test_images_are_read_upright_and_in_colour(tmp_path):
     assert turned.shape == (60, 40, 3) and turned[:30].min() == 250 and turned[30:].max() == 0
 
 
+def test_further_pages_and_frames_are_counted(tmp_path, caplog):
+    pages = [Image.new("RGB", (8, 8), (value, 0, 0)) for value in (50, 250)]
+    for name in ("a/pages.tiff", "b/frames.webp", "b/apng.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        pages[0].save(tmp_path / "images" / name, save_all=True, append_images=pages[1:])
+    for suffix in ("tiff", "webp", "png"):
+        pages[0].save(tmp_path / "images" / "a" / f"single.{suffix}")
+    caplog.set_level("INFO")
+    folder = encode(tmp_path / "images", tmp_path / "out", "identity", "resolution=8")
+    assert json.loads((folder / "manifest.json").read_text())["notes"] == {"multi_frame": 3}
+    assert "3 images have further pages or frames, of which only the first is used" in caplog.text
+    assert LatentDataset(folder).fetch_with_images(np.arange(6), np.zeros(6, dtype=bool))[2].max() < 80
+
+
 def test_labels_come_from_edms_dataset_json_or_all_images_get_one_class(tmp_path):
     for i in range(4):
         random_image(np.random.default_rng(0)).save(tmp_path / f"{i}.png")
@@ -299,6 +394,9 @@ def test_labels_come_from_edms_dataset_json_or_all_images_get_one_class(tmp_path
         (tmp_path / "dataset.json").write_text(json.dumps({"labels": pairs}))
         with pytest.raises(UserError, match=f"dataset.json {message}"):
             open_labelled_images(tmp_path)
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": None}))
+    with pytest.raises(UserError, match='dataset.json has "labels": null, so there are no classes; `encode labels=none` makes'):
+        open_labelled_images(tmp_path)
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": [("2.png", 7), ("0.png", 3), ("1.png", 7)]}))
     found = open_labelled_images(tmp_path)
     assert found.names == ["0.png", "1.png", "2.png"] and found.labels.tolist() == [3, 7, 7] and found.class_names is None
@@ -368,12 +466,54 @@ def test_images_without_class_folders_and_class_folders_without_images_are_refus
         random_image(np.random.default_rng(0)).save(tmp_path / name)
         with pytest.raises(UserError, match=f"must hold a folder per class, but holds {held}; .*labels=none"):
             open_labelled_images(tmp_path)
-    for folder in ("__MACOSX", "val", "axolotl"):
+    for folder in ("__MACOSX", "zebra", "axolotl"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "a.png").rename(tmp_path / "val" / "a.png")
+    (tmp_path / "a.png").rename(tmp_path / "zebra" / "a.png")
     (tmp_path / "axolotl" / "a.gif").write_text("")
-    with pytest.raises(UserError, match="axolotl/ holds no images, and without it later classes get other labels"):
+    assert open_labelled_images(tmp_path).faults == {
+        "axolotl": "axolotl/ holds no images, and without it later classes get other labels"
+    }
+    (tmp_path / "zebra").rename(tmp_path / "val")
+    (tmp_path / "axolotl" / "a.gif").unlink()
+    with pytest.raises(UserError, match="holds train, val, which are parts of a data set; give images=.*/train labels=none, or"):
         open_labelled_images(tmp_path)
+    assert open_labelled_images(tmp_path, "first_level").class_names == ["train", "val"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train/cat/a", "train/dog/a", "val/cat/a", "val/dog/a"], "parts of a data set; give images=.*/train, or set labels="),
+        (["Train/00/a", "Test/00/a"], "parts of a data set; give images=.*/Train, or set labels=first_level to make Test, Train"),
+        (["animals/cat/a", "animals/dog/a", "plants/rose/a"], "look like classes .animals/cat, plants/rose, .*images=.*/animals"),
+    ],
+)
+def test_folders_above_the_class_folders_are_refused(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    with pytest.raises(UserError, match=message):
+        open_labelled_images(tmp_path)
+    assert len(open_labelled_images(tmp_path, "first_level").class_names) == 2
+
+
+def test_folders_below_the_class_folders_and_the_order_of_numbered_classes_are_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for label in range(11):
+        for name in (f"{label}/000/a.png", f"{label}/001/b.png", f"{label}/001/c.png")[: 1 + label % 3]:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / name)
+    (tmp_path / "notes.txt").touch()
+    words = describe_classes(open_labelled_images(tmp_path))
+    assert words == (
+        "classes: 0 0 (1 images), 1 1 (2 images), 2 10 (2 images), ..., 8 7 (2 images), 9 8 (3 images), 10 9 (1 images); "
+        "the folders are sorted as text, so 10 comes before 2"
+    )
+    assert "the first level of folders are the classes; 21 images are in folders below" in caplog.text
+    assert "1 files that are not images are left out (.txt 1)" in caplog.text
+    (tmp_path / "a.zip").touch()
+    with pytest.raises(UserError, match="a.zip is a .zip; unpack it"):
+        open_labelled_images(tmp_path / "a.zip")
 
 
 def test_encode_refuses_arguments_that_do_not_fit(images, vae, tmp_path):
@@ -383,6 +523,7 @@ def test_encode_refuses_arguments_that_do_not_fit(images, vae, tmp_path):
         (["resolution=33"], "resolution=33 is not a multiple of 2"),
         (["autoencoder=identity"], "kind=moments: pixels have no log-variance"),
         (["grey=true"], "grey=true: autoencoder=.* encodes RGB"),
+        (["background="], "background: there is no colour; put quotes around #"),
         (["normalize=true", "sigma_data=0.5"], "normalize= and sigma_data= all scale the latents"),
         ([f"latents_stats={write_statistics(tmp_path, 3)}"], "stats.pt has 3 channels, and the latents have 4"),
         ([f"images={tmp_path / 'nowhere'}"], "images=.*nowhere does not exist"),
@@ -477,6 +618,85 @@ def test_inspection_distinguishes_mirrored_latents_from_copies_and_finds_a_dupli
     assert "b.safetensors is a copy of a.safetensors" in problems_of(tmp_path / "good")
 
 
+def test_inspection_finds_constant_and_repeated_images_of_each_class(tmp_path, caplog):
+    rng = np.random.default_rng(0)
+    for name in ("blank", "fine", "mixed"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(250):
+            image = Image.new("RGBA", (8, 8), (0, 0, 0, 0)) if name == "blank" else random_image(rng, "RGB", 8, 8)
+            image.save(tmp_path / "images" / name / f"{i:03}.png")
+    copies = [("mixed/000", "mixed/001"), ("mixed/002", "mixed/003"), ("mixed/002", "mixed/004"), ("mixed/100", "fine/200")]
+    for source, target in copies:
+        shutil.copy(tmp_path / "images" / f"{source}.png", tmp_path / "images" / f"{target}.png")
+    caplog.set_level("INFO")
+    folder = encode(tmp_path / "images", tmp_path / "out", "identity", "resolution=8", "shard_size=100")
+    assert "classes: 0 blank (250 images), 1 fine (250 images), 2 mixed (250 images)" in caplog.text
+    assert "250 images are transparent; their background is white (background=)" in caplog.text
+    assert json.loads((folder / "manifest.json").read_text())["notes"] == {"transparent": 250}
+    found = problems_of(folder)
+    assert "2 problems" in found
+    assert "class 0 blank: of 250 latents, 250 are constant (item 0), 249 repeat latents of the class (item 1 equals 0)" in found
+    assert "class 2 mixed: of 250 latents, 3 repeat latents of the class (item 501 equals 500), 1 equal latents of another" in found
+    few = "class 1 fine: of 250 latents, 1 equal latents of another class (item 450 equals 600)"
+    assert few in caplog.text and few not in found
+
+
+def replace_three(images, folder):
+    """Copy `images` and replace three of them by others. Returns the names of the three."""
+    shutil.copytree(images, folder)
+    names = open_labelled_images(folder).names[3::13][:3]
+    for name in names:
+        Image.new("RGB", (64, 64), (255, 0, 255)).save(folder / name)
+    return names
+
+
+class Halved:
+    """An autoencoder whose latents are the means of 2x2 pixels."""
+
+    scale_factor, downsampling, channels = 1.0, 2, 3
+
+    def fingerprint(self):
+        return "halved"
+
+    def encode_moments(self, images):
+        means = torch.nn.functional.avg_pool2d(images, 2)
+        return torch.cat([means, torch.full_like(means, -20)], dim=1)
+
+    def decode(self, latents):
+        return latents.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+
+
+@pytest.mark.parametrize("kind", ["moments", "sample"])
+def test_copies_of_an_image_are_found_in_latents_of_an_autoencoder(images, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: Halved())
+    folder = shutil.copytree(images, tmp_path / "images")
+    shutil.copy(folder / open_labelled_images(folder).names[5], folder / "cow" / "z.png")  # Pillow ignores the suffix
+    found = problems_of(encode(folder, tmp_path / "out", "sd-vae:halved", f"kind={kind}"))
+    assert "class 0 ant: of 14 latents, 1 equal latents of another class (item 5 equals 40)" in found
+    assert "class 2 cow: of 14 latents, 1 equal latents of another class (item 40 equals 5)" in found
+
+
+@pytest.mark.parametrize("autoencoder", ["identity", "sd-vae:halved"])
+def test_inspection_compares_all_images_with_their_latents(images, tmp_path, monkeypatch, caplog, autoencoder):
+    if autoencoder != "identity":
+        monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: Halved())
+    caplog.set_level("INFO")
+    folder = encode(images, tmp_path / "out", autoencoder)
+    inspect(folder, f"images={images}", "grid=none")
+    assert "40 of 40 latents show their image" in caplog.text
+    names = replace_three(images, tmp_path / "others")
+    found = problems_of(folder, f"images={tmp_path / 'others'}", "grid=none")
+    assert f"3 of 40 latents do not show their image: {names[0]} (item 3), {names[1]} (item 16), {names[2]} (item 29)" in found
+
+
+def test_moments_that_are_declared_as_samples_are_found(tmp_path):
+    moments = torch.from_numpy(sd_moments(64))
+    info = ShardInfo("sample", 0.18215, "sd-vae:stabilityai/sd-vae-ft-ema", 32, 1)
+    write_shard(tmp_path / "a.safetensors", moments, torch.zeros(64, dtype=torch.int64), info)
+    found = problems_of(tmp_path)
+    assert "1 problems" in found and "the last 4 of 8 channels look like log-variances (mean -14.5), so these" in found
+
+
 def test_shards_that_differ_from_the_manifest_are_named(images, tmp_path):
     encode(images, tmp_path, "identity", "resolution=8")
     file = tmp_path / "latents_00002.safetensors"
@@ -510,12 +730,14 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     palette = Image.new("P", (8, 8))
     palette.save(tmp_path / "images" / "b" / "palette.png", transparency=0)
     palette.save(tmp_path / "images" / "b" / "unread.gif")
+    (tmp_path / "images" / "b" / "unread.svg").touch()
     caplog.set_level("INFO")
     images, settings = tmp_path / "images", ["resolution=8", "dtype=float32"]
     encode(images, tmp_path / "white", "identity", *settings, "shard_size=2")
     manifest = json.loads((tmp_path / "white" / "manifest.json").read_text())
-    assert (manifest["unread"], manifest["settings"]["background"]) == (["b/unread.gif"], "white")
-    assert "1 images are not read, b/unread.gif first" in caplog.text
+    assert (manifest["unread"], manifest["settings"]["background"]) == (["b/unread.gif", "b/unread.svg"], "white")
+    assert "2 images are not read, b/unread.gif first (.gif 1, .svg 1)" in caplog.text
+    assert "3 images are transparent; their background is white (background=)" in caplog.text
     pixels = LatentDataset(tmp_path / "white").fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2][:, 4, 4].tolist()
     assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
     encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
@@ -524,7 +746,7 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     assert cfg.evaluation.background == "#0000ff"  # also for a folder of reference images
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
-    assert (inspect_module.fetch_originals(dataset, str(images)) == read).all()
+    assert all((Originals(dataset, str(images)).read(item) == image).all() for item, image in enumerate(read))
     assert (next(open_images(images, convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
     white, black = (open_images(images, crop=8, background=name).fingerprint() for name in ("white", "black"))
     assert white != black

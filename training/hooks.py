@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.files import append_line, open_atomically
-from common.images import labelled_grid
+from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.suite import display_name, format_metrics
@@ -84,7 +84,8 @@ class SampleGrids(Hook):
             sampled = keep_on_main(partial(self.sampler, seeds[batch], labels[batch]))
             images.extend([] if sampled is None else sampled)
         if accelerator.is_main_process:
-            grid = labelled_grid(images, labels)
+            names = trainer.dataset.class_names
+            grid = labelled_grid(images, [class_caption(label, names) for label in labels])
             with open_atomically(file) as f:
                 grid.save(f, format="PNG")
             for tracker in accelerator.trackers:

@@ -11,13 +11,15 @@ import torch
 from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
-from latents.autoencoders import SD_VAE, known_scale_and_factor
+from latents.autoencoders import SD_VAE, SD_VAES, known_scale_and_factor
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
 from latents.shards import Kind, ShardInfo, pack_images
 
 log = logging.getLogger(__name__)
+
+SD_SPECS = tuple(f"sd-vae:{name}" for name in SD_VAES)  # autoencoders with 4 channels
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, 
     channels, height, width = source.shape
     kind = cfg.kind or source.kind
     scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)
+    if kind == "sample" and channels == 8 and cfg.autoencoder in (None, *SD_SPECS):
+        words = "8 channels are the mean and log-variance of SD-VAE's 4 channels: give kind=moments"
+        raise UserError(f"{source.path}: kind=sample, but {words}, or autoencoder= for an autoencoder with 8 channels")
+    if kind == "moments" and channels == 4 and cfg.autoencoder in (None, *SD_SPECS):
+        words = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
+        raise UserError(f"{source.path}: kind=moments, but {words}, or autoencoder= for an autoencoder with 2 channels")
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
     scale_factor, factor = known_scale_and_factor(autoencoder or "none") or (None, None)
     statistics = source.channel_statistics if cfg.normalize is None else None

@@ -1,9 +1,10 @@
-"""Encode images into a folder of shards. Workers read and crop images, the device encodes them, and a thread writes shards."""
+"""Encode images into a folder of shards. Threads read and crop images, the device encodes them, and a thread writes shards."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -13,14 +14,14 @@ import torch
 from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from common.errors import UserError, as_user_error
+from common.errors import UserError, as_user_error, list_faults
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt
+from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
-from latents.prepare.images import LabelledImages, read_cropped, to_jpeg
+from latents.order import map_ahead
+from latents.prepare.images import Crop, LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
 from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
@@ -33,11 +34,14 @@ class EncodeConfig:
 
     images: str  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
     output: str  # folder for the shards
-    labels: Literal["auto", "none"] = "auto"  # `none` assigns all images to a single class
+    # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes.
+    labels: Literal["auto", "none", "first_level"] = "auto"
     part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
     resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
     pad: NonNegativeInt = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
-    background: Colour = "white"  # background colour for transparent images, either a name or '#rrggbb' in quotes
+    background: Colour = "white"  # background colour for transparent images, either a name or "'#rrggbb'" in both quotes
+    # Grey images with more than 8 bits (16-bit PNG, float TIFF) need the values that become black and white, such as [0,65535].
+    value_range: Range | None = None
     grey: bool = False  # whether to convert images to one grey channel (requires autoencoder=identity)
     autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
     kind: Kind = "moments"  # `moments` (mean and log-variance, from which the trainer samples) or `sample` (drawn once by `seed`)
@@ -46,20 +50,27 @@ class EncodeConfig:
     normalize: bool = False  # whether to normalise each network input channel to mean 0 and standard deviation 1 over all latents
     latents_stats: str | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
     sigma_data: PositiveFloat | None = None  # target standard deviation of the network input (EDM: 0.5), which sets scale_factor
+    scale_factor: PositiveFloat | None = None  # factor of another data set, so that init_from= can continue on this one
     num_classes: NumClasses | None = None  # number of classes, at most 1,000,000 (default: from class names or labels)
     precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 is intended for GPUs)
     dtype: Dtype = "float16"  # data type of the stored latents
     seed: NonNegativeInt = 0  # random seed for kind=sample
     shard_size: PositiveInt = SHARD_SIZE  # images per shard (a process buffers one in memory and loses it if interrupted)
-    on_error: Literal["stop", "skip"] = "stop"  # what to do with unreadable images (manifest.json lists skipped images)
+    # `stop` lists what cannot be read in one error, after all other shards are made. `skip` leaves it out, and manifest.json
+    # lists it: images, links, folders, and class folders without images.
+    on_error: Literal["stop", "skip"] = "stop"
     batch_size: PositiveInt = 64  # batch size per process
-    num_workers: NonNegativeInt | None = None  # number of loader workers per process (default: an equal share of the CPU cores)
-    cpu_threads: PositiveInt | None = None  # number of threads per process (default: an equal share of the CPU cores)
+    num_workers: NonNegativeInt | None = None  # number of reading threads per process (default: an equal share of the CPU cores)
+    cpu_threads: PositiveInt | None = None  # number of torch's threads per process (default: an equal share of the CPU cores)
     tf32: bool = True  # whether CUDA uses TF32 for float32 matrix products and convolutions
 
 
 # Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
+# ShardInfo and `encode` add scale_factor and value_range.
 NOT_IN_LATENTS = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
+NOT_IN_LATENTS |= {"scale_factor", "value_range"}
+REPAIR = "repair or remove {}, or set on_error=skip"
+NUM_CHECKED = 10_000  # number of images that `check_faults` reads
 
 
 class _Batch(NamedTuple):
@@ -69,22 +80,49 @@ class _Batch(NamedTuple):
     kept: list[int]  # indices of the readable images
     left_out: list[dict]  # {"name", "problem"} for each unreadable image
     jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
+    notes: Counter[str]  # number of images for each note of `read_rgb`
 
 
-def _read_batch(source: LabelledImages, cfg: EncodeConfig, numbers: list[int]) -> _Batch:
-    pixels, kept, left_out = [], [], []
-    crop = cfg.resolution, cfg.background, cfg.pad, cfg.grey
+def crop_of(cfg: EncodeConfig) -> Crop:
+    return Crop(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
+
+
+def check_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
+    """Raise UserError if the source has faults and on_error=stop. The message also lists unreadable images.
+
+    Only a source with faults is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
+    """
+    if not source.faults or cfg.on_error == "skip":
+        return
+
+    def problem(number: int) -> str | None:
+        try:
+            with as_user_error(source.names[number]):
+                crop_of(cfg)(source, number)
+        except UserError as e:
+            return str(e)
+
+    numbers = range(min(len(source), NUM_CHECKED))
+    checked = progress_bar(map_ahead(problem, numbers, cfg.num_workers), total=len(numbers), unit="images", desc="checking")
+    unreadable = [message for message in checked if message is not None]
+    raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
+
+
+def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: range) -> _Batch:
+    pixels, kept, left_out, crop, notes = [], [], [], crop_of(cfg), Counter()
     for number in numbers:
         name = source.names[number]
         try:
             with as_user_error(name):
-                pixels.append(read_cropped(source, number, *crop))
+                image, found = crop(source, number)
+            pixels.append(image)
             kept.append(number)
+            notes.update(found)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
     jpegs = [to_jpeg(image) for image in pixels] if cfg.keep_images == "jpeg" else []
-    stacked = np.array(pixels, np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3)
-    return _Batch(torch.from_numpy(stacked), kept, left_out, jpegs)
+    images = torch.from_numpy(np.array(pixels, np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3))
+    return _Batch(images.pin_memory() if pin_memory else images, kept, left_out, jpegs, notes)
 
 
 def encode_images(
@@ -93,7 +131,8 @@ def encode_images(
     """Encode the images of all missing shards and write the shards. The processes divide the shards among themselves.
 
     A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
-    `cfg.num_workers` must not be None. Raise UserError if an image is unreadable and on_error=stop.
+    `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written, and after all other
+    shards are written, a UserError lists the unreadable images.
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
     accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
@@ -103,30 +142,35 @@ def encode_images(
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
     accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
+    unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
-    loading = {"num_workers": cfg.num_workers, "pin_memory": accelerator.device.type == "cuda"}
-    loading |= {"batch_sampler": batch_ranges, "collate_fn": functools.partial(_read_batch, source, cfg)}
-    batches = iter(DataLoader(range(len(source)), **loading))
+    pin_memory = accelerator.device.type == "cuda"
+    batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, ThreadPoolExecutor(1) as pool:
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
-            kept, left_out, jpegs, encoded = [], [], [], [_no_latents(vae, cfg)]
+            kept, left_out, jpegs, notes, encoded = [], [], [], Counter(), [_no_latents(vae, cfg)]
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
-                if batch.left_out and cfg.on_error == "stop":
-                    raise UserError(f"{batch.left_out[0]['problem']}; repair or remove the image, or set on_error=skip")
                 kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
-                if batch.kept:
+                notes += batch.notes
+                is_written = not left_out or cfg.on_error == "skip"
+                if batch.kept and is_written:
                     latents = _encode(batch, vae, cfg, accelerator.device)
                     encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # runs while the device encodes
                     encoded.append(latents)
                 bar.update(len(batch.kept) + len(batch.left_out))
+            if not is_written:
+                unreadable += left_out
+                continue
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
             tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
             written.result()  # wait for the previous shard, so that at most one shard is queued
-            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out)
+            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out, notes)
         written.result()
+    if unreadable:
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:

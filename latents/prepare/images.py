@@ -6,7 +6,11 @@ import contextlib
 import hashlib
 import io
 import logging
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -15,7 +19,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from common.images import SUFFIXES, adm_center_crop, is_hidden, list_images, read_rgb
+from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, spread_items
 from latents.tars import TAR_NAME, index_tars
 
@@ -31,10 +35,21 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def read_cropped(images: LabelledImages, number: int, resolution: int, background: str, pad: int, grey: bool) -> np.ndarray:
-    """Read an image and crop it to uint8 [R, R, 3]. `EncodeConfig` documents `resolution`, `background`, `pad` and `grey`."""
-    image = ImageOps.expand(read_rgb(images.open(number), background)[0], pad)
-    return adm_center_crop(image.convert("L").convert("RGB") if grey else image, resolution)
+@dataclass(frozen=True)
+class Crop:
+    """Settings with which `encode` reads and crops an image. `EncodeConfig` documents them."""
+
+    resolution: int
+    background: str = "white"
+    pad: int = 0
+    grey: bool = False
+    value_range: Sequence[float] | None = None
+
+    def __call__(self, images: LabelledImages, number: int) -> tuple[np.ndarray, list[str]]:
+        """Read an image and crop it to uint8 [R, R, 3]. Also return the notes of `read_rgb`."""
+        image, notes = read_rgb(images.open(number), self.background, value_range=self.value_range)
+        image = ImageOps.expand(image, self.pad)
+        return adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution), notes
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
@@ -48,7 +63,7 @@ def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list
 
 
 class _DatasetJson(BaseModel):
-    labels: list[tuple[str, Annotated[int, Field(ge=0, lt=MAX_CLASSES)]]]
+    labels: list[tuple[str, Annotated[int, Field(ge=0, lt=MAX_CLASSES)]]] | None
 
 
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
@@ -60,6 +75,8 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
     except ValidationError as e:
         raise UserError(f'{folder}/dataset.json is not {{"labels": [[name, whole number], ...]}}: {e.errors()[0]["msg"]}') from e
+    if entries is None:
+        raise UserError(f'{folder}/dataset.json has "labels": null, so there are no classes; `encode labels=none` makes one')
     if not entries or len(dict(entries)) < len(entries):
         raise UserError(f"{folder}/dataset.json lists nothing, or an image twice")
     return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
@@ -73,13 +90,14 @@ class LabelledImages:
         labels: Class labels [N] in int64.
         class_names: Class names, or None if the class names are unknown.
         unread: Image files in the folder whose format `encode` does not support.
+        faults: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
     """
-
-    unread: list[str] = []
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
         self.path, self.names, self.class_names = path, names, class_names
         self.labels = np.asarray(labels, dtype=np.int64)
+        self.unread: list[str] = []
+        self.faults: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -134,20 +152,25 @@ class TarImages(LabelledImages):
 
 
 def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "all") -> LabelledImages:
-    """Find images and their labels.
+    """Find images and their labels, and log what is left out.
 
     Args:
         path: Folder of images, folder of WebDataset tars, or a single tar.
         labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
+            `first_level` is like `auto`, but accepts class folders whose subfolders look like classes.
         part: `validation` selects every HOLD_OUT-th image, `train` selects the other images, and `all` selects all images.
 
     Raises:
-        UserError: If there are no images, if dataset.json lists a missing image, or if an image is outside the class folders.
+        UserError: If there are no images, if dataset.json lists a missing image, if an image is outside the class folders, or if
+            the class folders look like the parts of a data set.
     """
     path = Path(path)
     if not path.exists():
         raise UserError(f"images={path} does not exist")
-    names, unread = list_images(path) if path.is_dir() else ([], [])
+    if path.suffix.lower() == ".zip":
+        raise UserError(f"images={path} is a .zip; unpack it, and give the folder")
+    faults: dict[str, str] = {}
+    names, unread, others = list_images(path, faults) if path.is_dir() else Listing([], [], Counter())
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
@@ -157,19 +180,28 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     elif (path / "dataset.json").is_file():
         images = _label_by_json(path, names)
     else:
-        images = _label_by_folder(path, names)
+        images = _label_by_folder(path, names, labels, faults)
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     if labels == "none":
         images.labels[:] = 0
     if unread:
-        log.warning("%s: %d images are not read, %s first; encode reads %s", path, len(unread), unread[0], ", ".join(SUFFIXES))
-    images.unread = unread
+        counts = _count(Path(name).suffix.lower() for name in unread)
+        reads = ", ".join(SUFFIXES)
+        log.warning("%s: %d images are not read, %s first (%s); encode reads %s", path, len(unread), unread[0], counts, reads)
+    if names and others:
+        log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
+    images.unread, images.faults = unread, faults
     if part != "all":
         images.keep([i for i in range(len(images)) if (i % HOLD_OUT == HOLD_OUT - 1) == (part == "validation")])
         if not len(images):
             raise UserError(f"images={path}: part=validation takes every {HOLD_OUT}th image, but there are fewer")
     return images
+
+
+def _count(values: Iterable[str]) -> str:
+    """Return each value with its number of occurrences, such as `.gif 2, .svg 1`. The most frequent value comes first."""
+    return ", ".join(f"{value} {count}" for value, count in Counter(values).most_common(8))
 
 
 def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
@@ -182,7 +214,11 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
     return LabelledImages(path, [listed[i] for i in order], labels[order])
 
 
-def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+_BUCKET = re.compile(r"\d+|[0-9a-f]{1,2}")  # names of subfolders that only keep folders small, such as 00017 or a3
+
+
+def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str, str]) -> LabelledImages:
     """Label each image by its first-level folder below `path`. As in torchvision, number classes by sorted folder name."""
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
@@ -190,6 +226,43 @@ def _label_by_folder(path: Path, names: list[str]) -> LabelledImages:
     if loose or len(classes) == 1:
         held = loose[0] if loose else f"{classes[0]}/ alone"
         raise UserError(f"images={path} must hold a folder per class, but holds {held}; set labels=none for a single class")
-    if empty := sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
-        raise UserError(f"images={path}: {empty[0]}/ holds no images, and without it later classes get other labels; remove it")
+    if labels != "first_level":
+        _check_levels(path, names, classes)
+    for name in sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
+        faults[name] = f"{name}/ holds no images, and without it later classes get other labels"
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
+
+
+def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
+    """Raise UserError if the first-level folders are the parts of a data set, or only hold folders that look like classes."""
+    parts = [name.split("/") for name in names]
+    deeper = [part for part in parts if len(part) > 2]
+    subfolders = sorted({part[1] for part in deeper if not _BUCKET.fullmatch(part[1])})
+    is_nested = len(deeper) == len(parts) and len(subfolders) > 1
+    first = next((name for name in classes if name.lower().startswith("train")), classes[0])
+    otherwise = f"or set labels=first_level to make {classes[0]}, {classes[1]}, ... the classes"
+    if SPLITS.issuperset(name.lower() for name in classes):
+        give = f"images={path / first}" + ("" if deeper else " labels=none")
+        raise UserError(f"images={path} holds {', '.join(classes)}, which are parts of a data set; give {give}, {otherwise}")
+    if is_nested:
+        shown = ", ".join(f"{part[0]}/{part[1]}" for part in (deeper[0], deeper[-1]))
+        held = f"images={path}: its folders hold no images themselves, but folders that look like classes ({shown}, ...)"
+        raise UserError(f"{held}; give the folder that holds the classes, such as images={path / first}, {otherwise}")
+    if deeper:
+        log.info("%s: the first level of folders are the classes; %d images are in folders below", path, len(deeper))
+
+
+def describe_classes(images: LabelledImages) -> str:
+    """Return the numbers, names and image counts of the classes (the first and the last three if there are many)."""
+    names = images.class_names or []
+    counts = np.bincount(images.labels, minlength=len(names))
+    is_long = len(counts) > 8
+    shown = [0, 1, 2, *range(len(counts) - 3, len(counts))] if is_long else range(len(counts))
+    rows = [f"{class_caption(label, names)} ({counts[label]} images)" for label in shown]
+    words = "classes: " + ", ".join([*rows[:3], "...", *rows[3:]] if is_long else rows)
+
+    def by_number(name: str) -> list:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+    swapped = [f"{a} comes before {b}" for a, b in pairwise(names) if by_number(a) > by_number(b)]
+    return words + (f"; the folders are sorted as text, so {swapped[0]}" if swapped else "")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from common.errors import UserError, as_user_error
+from common.images import class_caption
 from common.progress import progress_bar
+from latents.autoencoders import DECODED_PIXELS, Autoencoder, from_uint8, to_uint8
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, for_network, mean_and_std, overall_std
-from latents.prepare.images import open_labelled_images, read_cropped
+from latents.order import map_ahead
+from latents.prepare.images import Crop, open_labelled_images
+from latents.prepare.write import count_left_out, log_notes
 from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_and_log_variance, read_manifest, spread_items
 
 log = logging.getLogger(__name__)
@@ -20,17 +26,57 @@ log = logging.getLogger(__name__)
 CHUNK = 1024  # number of latents to read at once
 
 
-def find_problems(dataset: LatentDataset, sigma_data: float = 0.5) -> list[str]:
+FEW = 0.01  # a class may have this fraction of constant or repeated images, because many published data sets have some
+# Largest difference between an image and its decoded latent: RMS over a grid of at most 16x16 cell means, in -1 to 1.
+MAX_DIFFERENCE = 0.15
+
+
+class Originals:
+    """The encoded images of a data set, which are read again from their folder or tars.
+
+    Attributes:
+        names: Path of each item's image.
+    """
+
+    def __init__(self, dataset: LatentDataset, folder: str):
+        """Find the images. Raise UserError if their number differs from the number of latents."""
+        settings = dataset.settings
+        labels = "none" if dataset.info.num_classes == 1 else "first_level"
+        self._source = open_labelled_images(folder, labels, settings.get("part", "all"))
+        left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
+        self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
+        self.names = self._source.names
+        if len(self.names) != len(dataset):
+            raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
+        keys = ("background", "pad", "grey", "value_range")
+        self._crop = Crop(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
+
+    def read(self, item: int) -> np.ndarray:
+        """Read and crop an item's image, uint8 [R, R, 3]. Raise UserError if the image is unreadable."""
+        with as_user_error(self.names[item]):
+            return self._crop(self._source, item)[0]
+
+
+def find_problems(
+    dataset: LatentDataset,
+    sigma_data: float = 0.5,
+    originals: Originals | None = None,
+    decoder: Autoencoder | None = None,
+    device: torch.device | None = None,
+) -> list[str]:
     """Read all latents, log their properties, and return a list of problems.
 
     Args:
         sigma_data: Standard deviation of the network input that the diffusion assumes.
+        originals: If set, compare all latents with these images.
+        decoder, device: Autoencoder for this comparison, and its device. Latents of `identity` need no decoder.
     """
     size = f"{dataset.channels}x{dataset.height}x{dataset.width}"
     log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
     log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
     log.info("%s", dataset.info)
-    return [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
+    found = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
+    return found + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
 
 
 def _check_files(dataset: LatentDataset) -> Iterator[str]:
@@ -46,7 +92,9 @@ def _check_files(dataset: LatentDataset) -> Iterator[str]:
         if (dataset.path / UNFINISHED).exists():
             yield "the folder is not finished: run the same prepare_latents.py command again to complete it"
         return
-    log.info("%d items could not be read when the folder was made", len(manifest["left_out"]))
+    left_out = manifest.get("left_out", [])
+    log.info("%s items could not be read when the folder was made", count_left_out(left_out))
+    log_notes(manifest)
     listed = manifest["shards"]
     for name in sorted(listed | hashes):
         if listed.get(name) != hashes.get(name):
@@ -77,16 +125,20 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
 
 def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
     """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`."""
-    info, sums, not_finite = dataset.info, np.zeros((3, dataset.channels)), []
+    info, sums, not_finite, projections, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
+        means = mean_and_log_variance(latents.float(), info.kind)[0]
+        projections.append(_project(means))
+        constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
     if not_finite:
         yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
+    yield from _check_repeats(dataset, torch.cat(projections), constant, "latents")
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = for_network(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
@@ -94,10 +146,111 @@ def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
         log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
     words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    log.info("the network input has %s", words)
+    log.info("the network input has %s (accepted: %g to %g times)", words, *USUAL_STD)
+    half = dataset.channels // 2
+    if info.kind == "sample" and dataset.channels % 2 == 0 and (stored_mean + 2 * stored_std)[half:].max() < 0:
+        looks = f"the last {half} of {dataset.channels} channels look like log-variances (mean {stored_mean[half:].mean():.1f})"
+        yield f"{looks}, so these latents are kind=moments, not kind=sample"
     if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
         yield f"{words}, cannot be right: {reasons}"
+
+
+@functools.lru_cache(maxsize=2)
+def _directions(num_values: int) -> Tensor:
+    return torch.randn(num_values, 8, generator=torch.Generator().manual_seed(0)) / num_values**0.5
+
+
+def _project(images: Tensor) -> Tensor:
+    """Project images or latents [b, ...] on random directions, float32 [b, 8], in which nearly equal items are neighbours."""
+    flat = images.flatten(1).float().nan_to_num(0, 0, 0)
+    return flat @ _directions(flat.shape[1])
+
+
+def _are_constant(images: Tensor) -> Tensor:
+    """Return for each image [b, C, H, W] in -1 to 1 whether every channel has a single grey level, bool [b]."""
+    return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
+
+
+def _find_equal(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1.
+
+    Two items are equal if their projections fall into the same cell of a grid, whose cells are 1% of the standard deviation.
+    Copies of an image can differ by rounding, or by the noise of kind=sample. Three shifted grids therefore find the copies that
+    a cell's border separates in one grid.
+    """
+    scaled = projections.double().numpy() / (0.01 * projections.std(dim=0, correction=0).mean().item() or 1.0)
+    repeat_of, shared_with = np.full((2, len(labels)), -1)
+    for shift in (0, 1 / 3, 2 / 3):
+        cells = np.unique(np.floor(scaled + shift), axis=0, return_inverse=True)[1].reshape(-1)
+        # The first item of each pair (cell, class), sorted by cell and then by class.
+        _, first, pair = np.unique(cells * (labels.max() + 1) + labels, return_index=True, return_inverse=True)
+        is_repeat = first[pair] != np.arange(len(labels))
+        repeat_of[is_repeat] = first[pair][is_repeat]
+        start = np.unique(cells[first], return_index=True)[1]
+        lowest, highest = first[start][cells], first[np.append(start[1:], len(first)) - 1][cells]  # class in the item's cell
+        is_shared = labels[lowest] != labels[highest]
+        shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
+    return repeat_of, shared_with
+
+
+def _check_repeats(dataset: LatentDataset, projections: Tensor, constant: list[bool], what: str) -> Iterator[str]:
+    """Count constant and repeated items in each class. Counts of at most FEW of a class are logged and are no problem."""
+    labels, counts = dataset.labels, np.bincount(dataset.labels)
+    repeat_of, shared_with = _find_equal(projections, labels)
+    kinds = {
+        "are constant": np.where(constant, np.arange(len(labels)), -1),
+        f"repeat {what} of the class": repeat_of,
+        f"equal {what} of another class": shared_with,
+    }
+    numbers = {words: np.bincount(labels[others >= 0], minlength=len(counts)) for words, others in kinds.items()}
+    worst = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
+    lines = {True: [], False: []}  # whether the class is a problem -> lines
+    affected = np.argsort(-worst, kind="stable")[: np.count_nonzero(worst)]
+    for label in affected[:100]:
+        found = []
+        for words in [words for words in kinds if numbers[words][label]]:
+            item = np.flatnonzero((labels == label) & (kinds[words] >= 0))[0]
+            example = f"item {item}" if kinds[words][item] == item else f"item {item} equals {kinds[words][item]}"
+            found.append(f"{numbers[words][label]} {words} ({example})")
+        caption = class_caption(label, dataset.class_names)
+        lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(found)}")
+    for is_problem, texts in lines.items():
+        shown = texts[:5] + (["and more classes"] if len(texts) > 5 else [])
+        if is_problem:
+            yield from shown
+        elif shown:
+            log.warning("%s", "; ".join(shown))
+
+
+def _check_originals(
+    dataset: LatentDataset, originals: Originals, decoder: Autoencoder | None, device: torch.device | None
+) -> Iterator[str]:
+    """Compare every latent with its image: pixels exactly, and decoded latents in the means of at most 16x16 cells."""
+    info, different, projections, constant = dataset.info, [], [], []
+    size = max(1, DECODED_PIXELS // info.resolution**2)
+    images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
+    for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
+        items = np.arange(start, min(start + size, len(dataset)))
+        pixels = torch.from_numpy(np.stack([next(images) for _ in items]))
+        stored = dataset.fetch(items, np.zeros(len(items), dtype=bool))[0].float().nan_to_num(0, 0, 0)
+        latents = mean_and_log_variance(stored, info.kind)[0]
+        if info.autoencoder == "identity":
+            is_different = (to_uint8(latents) != pixels).flatten(1).any(dim=1)
+        else:
+            expected = from_uint8(pixels)
+            error = decoder.decode(latents.to(device)).cpu().clamp(-1, 1) - expected
+            cells = adaptive_avg_pool2d(error, min(16, info.resolution))
+            is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
+            projections.append(_project(expected))
+            constant += _are_constant(expected).tolist()
+        different += items[is_different.numpy()].tolist()
+    if projections:  # pixels are compared as latents
+        yield from _check_repeats(dataset, torch.cat(projections), constant, "images")
+    log.info("%d of %d latents show their image", len(dataset) - len(different), len(dataset))
+    if different:
+        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3])
+        yield f"{len(different)} of {len(dataset)} latents do not show their image: {names}{', ...' if different[3:] else ''}"
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
@@ -119,20 +272,3 @@ def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
     """Fetch the stored images, uint8 [n, R, R, 3], of evenly spaced items. By default, use the same items as `fetch_spread`."""
     indices = spread_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
-
-
-def fetch_originals(dataset: LatentDataset, folder: str) -> np.ndarray:
-    """Read and crop the original images of 16 items from `folder`. Raise UserError if the number of images differs."""
-    labels = "none" if dataset.info.num_classes == 1 else "auto"
-    source = open_labelled_images(folder, labels, dataset.settings.get("part", "all"))
-    manifest, crops = read_manifest(dataset.path) or {}, []
-    left_out = {entry["name"] for entry in manifest.get("left_out", [])}
-    numbers = [i for i, name in enumerate(source.names) if name not in left_out]
-    if len(numbers) != len(dataset):
-        raise UserError(f"images={folder} holds {len(numbers)} images, but {dataset.path} holds {len(dataset)} latents")
-    defaults = {"background": "white", "pad": 0, "grey": False}
-    settings = {key: dataset.settings.get(key, default) for key, default in defaults.items()}
-    for i in spread_items(len(dataset), 16):
-        with as_user_error(source.names[numbers[i]]):
-            crops.append(read_cropped(source, numbers[i], dataset.info.resolution, **settings))
-    return np.stack(crops)

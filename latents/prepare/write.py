@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -112,7 +113,13 @@ class ShardWriter:
         return [shard for shard in self.shards if not shard.file.exists()][process_index::num_processes]
 
     def write(
-        self, shard: PlannedShard, labels: Tensor, info: ShardInfo, tensors: dict[str, Tensor], left_out: Sequence[dict] = ()
+        self,
+        shard: PlannedShard,
+        labels: Tensor,
+        info: ShardInfo,
+        tensors: dict[str, Tensor],
+        left_out: Sequence[dict] = (),
+        notes: Mapping[str, int] | None = None,
     ) -> None:
         """Write a shard. Raise UserError if a shape, dtype or label is invalid, or if a value is not finite.
 
@@ -120,6 +127,7 @@ class ShardWriter:
             labels: Class labels [b] in int64.
             tensors: `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], and optional images from `pack_images`.
             left_out: {"name", "problem"} for each unreadable item.
+            notes: Number of items for each note of `common.images.read_rgb`.
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         provenance = {
@@ -127,17 +135,23 @@ class ShardWriter:
             "source": shard.source,
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], info.kind).tolist(),
-        }
+        } | ({"notes": dict(notes)} if notes else {})  # without notes, the bytes are those of earlier versions
         write_atomically(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
 
     def finish(
-        self, class_names: list[str] | None = None, normalize: bool = False, sigma_data: float | None = None, **about: object
+        self,
+        class_names: list[str] | None = None,
+        normalize: bool = False,
+        sigma_data: float | None = None,
+        faults: Mapping[str, str] | None = None,
+        **about: object,
     ) -> None:
         """Write manifest.json and unlock the folder. One process must call `finish` after all shards are written.
 
         Args:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
             sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
+            faults: Messages for skipped links and folders, as {relative path: message}.
             about: Additional entries for the manifest.
 
         Raises:
@@ -146,6 +160,9 @@ class ShardWriter:
         self._read_sources()
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
         left_out = [entry for shard in provenance for entry in shard["left_out"]]
+        names = {entry["name"] for entry in left_out}
+        left_out += [{"name": name, "problem": text} for name, text in (faults or {}).items() if name not in names]
+        notes = sum((Counter(shard.get("notes", {})) for shard in provenance), Counter())
         sums = np.sum([shard["sums"] for shard in provenance], axis=0)
         if not sums.any():
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
@@ -167,6 +184,7 @@ class ShardWriter:
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
+            "notes": notes,
             **about,
             "settings": self.settings,
             "shards": dataset.hashes,
@@ -175,8 +193,9 @@ class ShardWriter:
         (self.output / UNFINISHED).unlink()
         self._lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
+        log_notes(manifest)
         if left_out:
-            log.warning("left out %d, listed in %s; the first: %s", len(left_out), MANIFEST, left_out[0])
+            log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, left_out[0])
 
     def _change_headers(self, **entries: object) -> None:
         """Rewrite the shards with new ShardInfo entries. After an interruption, the next run rewrites the remaining shards."""
@@ -185,3 +204,20 @@ class ShardWriter:
             if (changed := replace(info, **entries)) != info:
                 blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
                 write_atomically(shard.file, blob)
+
+
+def count_left_out(left_out: Sequence[dict]) -> str:
+    """Return the number of skipped items, in total and in each class folder, such as `5 (ant 2, bee 3)`."""
+    folders = Counter(entry["name"].partition("/")[0] for entry in left_out if "/" in entry["name"])
+    counts = ", ".join(f"{name} {count}" for name, count in folders.most_common(10))
+    more = f", and {len(folders) - 10} more" if len(folders) > 10 else ""
+    return f"{len(left_out)}" + (f" ({counts}{more})" if folders else "")
+
+
+def log_notes(manifest: dict) -> None:
+    """Log how many images are transparent or have further frames."""
+    notes = manifest.get("notes", {})
+    if count := notes.get("transparent"):
+        log.info("%d images are transparent; their background is %s (background=)", count, manifest["settings"].get("background"))
+    if count := notes.get("multi_frame"):
+        log.info("%d images have further pages or frames, of which only the first is used", count)
