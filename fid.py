@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import REPOSITORY, lock_file
+from common.files import REPOSITORY, lock_file, refuse_link
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -88,16 +88,17 @@ def main(cfg: FidConfig) -> None:
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
-    """Find the checkpoints that the command names, and verify their files."""
+    """Find the checkpoints that the command names, and verify the files that sampling reads."""
     from checkpoints import store
 
+    reads = store.files_for_sampling(as_list(cfg.weights), cfg.ema_length is not None)
     if cfg.checkpoints is None:
-        return [store.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
+        return [store.find_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
     folders = list(store.list_steps(Path(cfg.checkpoints) / "checkpoints").values())
     if not folders:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
     for folder in folders:
-        store.verify(folder)
+        store.verify(folder, reads)
     return folders
 
 
@@ -120,7 +121,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
         images = Path(cfg.images).resolve()
         return images.with_name(f"{images.name}_evaluations")
     checkpoint = folders[0].resolve()
-    folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
+    folder = refuse_link((store.find_run(checkpoint) or checkpoint.parent) / "evaluations")
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder

@@ -21,7 +21,16 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, is_leftover, lock_file, open_atomically, write_atomically
+from common.files import (
+    hash_bytes,
+    is_leftover,
+    lock_file,
+    open_atomically,
+    read_yaml,
+    refuse_link,
+    regular_file,
+    write_atomically,
+)
 from common.images import labelled_grid
 from common.progress import progress_bar
 from configs import command_line
@@ -37,6 +46,7 @@ MAX_GRID_IMAGES = 100
 
 
 def main(cfg: SampleConfig) -> None:
+    from checkpoints import store
     from checkpoints.load import load_config
     from checkpoints.resume import find_checkpoint_on_main
     from runtime.compilation import check_compile
@@ -46,7 +56,8 @@ def main(cfg: SampleConfig) -> None:
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint")
+    reads = store.files_for_sampling([cfg.weights], cfg.ema_length is not None)
+    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     labels = choose_labels(cfg, run.data.num_classes)
@@ -105,7 +116,7 @@ def default_output(checkpoint: Path, settings: dict) -> Path:
 
     guidance = settings["guidance"]
     scale = "".join(f"{guidance[key]:g}" for key in ("cfg_scale", "w") if key in guidance)
-    parent = (store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated"
+    parent = refuse_link((store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated")
     digest = hash_bytes(json.dumps(settings).encode())[:6]
     steps = settings["sampler"]["num_steps"]
     return parent / f"{checkpoint.name}_{settings['weights']}_{guidance['name']}{scale}_{steps}steps_{digest}"
@@ -122,7 +133,7 @@ def open_output(output: Path, settings: dict) -> IO[bytes]:
         write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings)))
         return lock
     with as_user_error(f"{file} (choose another output=...)"):
-        changed = differences(OmegaConf.to_container(OmegaConf.load(file)), settings)
+        changed = differences(read_yaml(file), settings)
     if changed:
         raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
     return lock
@@ -160,7 +171,7 @@ def write_grid_and_npz(output: Path, npz: bool, files: dict[int, Path], labels: 
 
     def read(seed: int) -> np.ndarray:
         with as_user_error(f"{files[seed]} (remove it and run the same command to make it again)"):
-            return np.asarray(Image.open(files[seed]).convert("RGB"))
+            return np.asarray(Image.open(regular_file(files[seed])).convert("RGB"))
 
     shown = seeds[:MAX_GRID_IMAGES]
     grid = labelled_grid([read(seed) for seed in shown], [labels[seed] for seed in shown])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from signal import SIGINT
 
 from common.errors import UserError
@@ -34,7 +35,7 @@ def main(cfg: TrainConfig) -> None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, saving
+    from training import build, saving, tracking
     from training.parallel import check_processes
     from training.start import record_start
     from training.trainer import Trainer
@@ -49,19 +50,26 @@ def main(cfg: TrainConfig) -> None:
     processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes, accelerator.distributed_type)
     check_machine(train, accelerator.device)
+    processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
-    initial = find_initial(run, cfg.init_from)
+    initial = find_initial(run, cfg.init_from, cfg.init_state)
     if initial is not None:
         check_initial(initial, cfg)
+
+    def open_folder() -> Path | None:
+        newest = open_run(run, cfg)
+        processes.on_main(lambda: tracking.check_folder(run, cfg.wandb.mode))
+        return newest
+
     # An existing run is opened before any slow work. A new run is opened later, so that an error leaves no folder behind.
-    newest = open_run(run, cfg) if processes.on_main(run.path.exists) else None
+    newest = open_folder() if processes.on_main(run.path.exists) else None
 
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
     net = build_network(cfg)
     ema = build.build_ema(train, net)
     hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
-    newest = newest or open_run(run, cfg)
+    newest = newest or open_folder()
 
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:
@@ -69,10 +77,11 @@ def main(cfg: TrainConfig) -> None:
     elif initial is not None:
         saving.init_from(trainer, initial, cfg.init_state)
     record_start(trainer, run)
+    if accelerator.is_main_process:
+        tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    tracking.finish(accelerator)
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()

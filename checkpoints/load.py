@@ -12,7 +12,7 @@ from torch import nn
 
 import dit
 from checkpoints import store
-from common.errors import UserError, first_line
+from common.errors import UserError
 from configs import schema
 from configs.settings import validate
 from runtime.compilation import compile_network, resolve_compile
@@ -28,7 +28,7 @@ def _load_config(folder: Path, content: str) -> schema.TrainConfig:
     try:
         return validate(store.read_config(folder), schema.TrainConfig)
     except UserError as e:
-        raise UserError(f"{folder / 'config.yaml'} cannot be read: {first_line(e)}") from e
+        raise UserError(f"{folder / 'config.yaml'} cannot be read: {'; '.join(str(e).splitlines())}") from e
 
 
 def build_network(cfg: schema.TrainConfig) -> dit.DiT:

@@ -192,9 +192,9 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
 
 
 @lru_cache(maxsize=100)
-def find_weak_checkpoint(path: str) -> Path:
+def find_weak_checkpoint(path: str, weights: str) -> Path:
     """Find and verify autoguidance's weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
-    return find_checkpoint_on_main(path, "guidance.checkpoint")
+    return find_checkpoint_on_main(path, "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
 def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
@@ -204,7 +204,7 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
     """
     if settings.name != "autoguidance":
         return settings
-    folder = find_weak_checkpoint(settings.checkpoint)
+    folder = find_weak_checkpoint(settings.checkpoint, settings.weights)
     changed = schema.differences(load_config(folder), run, [schema.Role.ARCHITECTURE])
     if changed := [line for line in changed if line.startswith(("data.", "diffusion.name"))]:
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")

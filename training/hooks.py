@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from accelerate import Accelerator
-
 from checkpoints import store
 from checkpoints.run import RunFolder
 from common.files import append_line, open_atomically
@@ -21,6 +19,7 @@ from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights, until_stopped
 from sampling.recipe import sampler_settings, with_sampler
 from sampling.sampler import ImageSampler, draw_labels
+from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -42,13 +41,6 @@ class LogMetrics(Hook):
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, record)
         track(trainer.accelerator, record)
-
-
-def track(accelerator: Accelerator, record: dict) -> None:
-    """Log a record to Weights & Biases. Split a list with one value per noise level into `name/0` to `name/9`."""
-    lists = {key: value for key, value in record.items() if isinstance(value, list)}
-    by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
-    accelerator.log({key: value for key, value in (record | by_level).items() if key not in lists and value is not None})
 
 
 @dataclass
@@ -79,9 +71,7 @@ class SampleGrids(Hook):
             grid = labelled_grid(images, labels)
             with open_atomically(file) as f:
                 grid.save(f, format="PNG")
-            for tracker in accelerator.trackers:
-                tracker.log_images({"samples": [grid]}, commit=False)
-                tracker.log({"step": trainer.step})
+            track_grid(accelerator, trainer.step, grid)
 
 
 @dataclass
