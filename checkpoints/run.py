@@ -71,7 +71,7 @@ class RunFolder:
     def _others(self) -> Iterator[Path]:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher's log explains."""
         for path in sorted(self.path.iterdir()):
-            is_empty = path in (self.checkpoints, self.samples) and not any(path.iterdir())
+            is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
             if not (is_empty or path.name == ".lock" or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path
 

@@ -276,7 +276,8 @@ def warn_of_renamed(root: Path, newest_step: int) -> None:
             continue
         with contextlib.suppress(UserError):  # a damaged state.json
             if (step := read_step(folder)) > newest_step:
-                log.warning("%s holds the later step %d and is not used, because its name is not %s", folder, step, folder_name(step))
+                words = "%s holds the later step %d and is not used, because its name is not %s"
+                log.warning(words, folder, step, folder_name(step))
 
 
 def find_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:

@@ -49,7 +49,7 @@ def refuse_link(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder inside a run or an output folder, unless it exists. Raises UserError if it is a link or cannot be created."""
+    """Create a folder inside a run or an output folder, if it is missing. Raises UserError for links and if creating it fails."""
     try:
         refuse_link(path).mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -62,7 +62,7 @@ def _open_own(path: Path) -> IO[bytes]:
 
 
 def why_not_written(path: Path, error: Exception, needed_bytes: int | None = None) -> str:
-    """Describe why a write failed. If the disk may be full, include the free space and, if known, the bytes that the file needs."""
+    """Describe why a write failed. If the disk may be full, include the free space and, if given, the space that is needed."""
     # torch.save raises its own error while it handles the error from the disk.
     if not isinstance(error, OSError) and isinstance(error.__context__, OSError):
         error = error.__context__

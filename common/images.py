@@ -19,12 +19,16 @@ def list_images(folder: Path) -> tuple[list[str], list[str]]:
     """List the files below `folder` that have a suffix in SUFFIXES, and the files with other image suffixes that Pillow knows.
 
     The paths are sorted, relative to `folder`, and contain forward slashes. The search follows links to folders and skips hidden
-    names. Raises UserError if a link points to a folder that contains the link.
+    names. Raises UserError if a link points to a folder that contains the link, or if a folder cannot be read.
     """
     files = []
-    for root, folders, names in os.walk(folder, followlinks=True):
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}")
+
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         parent = Path(root)
-        if parent.resolve() in map(Path.resolve, parent.parents):
+        if parent.is_symlink() and parent.resolve() in map(Path.resolve, parent.parents):  # only links can make a loop
             raise UserError(f"{parent} is a link to a folder that contains it; remove the link")
         folders[:] = [name for name in folders if not is_hidden(name)]
         files += [(parent / name).relative_to(folder).as_posix() for name in names if not is_hidden(name)]

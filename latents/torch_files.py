@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, as_user_error
+from common.files import regular_file
 
 
 def load_tensors(file: Path) -> Any:
@@ -19,8 +20,8 @@ def load_tensors(file: Path) -> Any:
     """
     with as_user_error(file):
         if file.suffix == ".safetensors":
-            return load_file(file)
-        with open(file, "rb") as f:
+            return load_file(regular_file(file))
+        with open(regular_file(file), "rb") as f:
             start = f.read(40)
         if not start.startswith((b"PK", b"\x80")):  # for example, an HTML error page or a Git LFS pointer
             raise UserError(f"{file} is not a file of torch.save, which is a zip archive or a pickle: it begins with {start!r}")

@@ -80,12 +80,12 @@ def connecting(timeout: timedelta) -> Iterator[None]:
     rank = os.environ.get("RANK", "?")
     slow = {} if rank == "0" else {"after_sec": 30.0, "level": logging.ERROR}  # other processes log only errors
     waiting = f"process {rank} waits for all WORLD_SIZE={size} processes at {where}"
-    hint = "To start without a launcher, unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+    hint = "to start without a launcher, unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
     try:
-        with log_if_slow(log, "%s, for at most %d minutes. %s", waiting, timeout / timedelta(minutes=1), hint, **slow):
+        with log_if_slow(log, "%s, for at most %d minutes; %s", waiting, timeout / timedelta(minutes=1), hint, **slow):
             yield
     except (torch.distributed.DistError, ValueError) as e:  # ValueError: a variable is missing or not a number
-        raise UserError(f"{waiting}: {first_line(e)}. {hint}") from e
+        raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
 
 
 def check_gpus() -> None:

@@ -25,7 +25,7 @@ def check_login(mode: str) -> None:
         import wandb  # imported only if it is used
 
         problem = None if wandb.login(verify=False) else "no API key is configured"
-    except Exception as e:  # every wandb version has other errors
+    except Exception as e:  # noqa: BLE001 (wandb raises many kinds of errors)
         problem = first_line(e)
     if problem:
         raise UserError(f"wandb.mode=online: {problem}; run `wandb login`, set WANDB_API_KEY, or set wandb.mode=offline")
@@ -58,7 +58,7 @@ def never_fatal(accelerator: Accelerator) -> Iterator[None]:
     """Turn any error of Weights & Biases in the `with` block into a warning, and log nothing more to it."""
     try:
         yield
-    except Exception as e:  # its service process may die or lose its connection at any call, with any error
+    except Exception as e:  # noqa: BLE001 (the service of wandb may die or lose its connection during any call)
         accelerator.trackers = []
         problem = f"{type(e).__name__}: {first_line(e)}"
         log.warning("Weights & Biases failed (%s). Training continues without it; metrics.jsonl has all figures", problem)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from checkpoints import store
-from common.errors import UserError, as_user_error
-from common.files import read_lines
+from common.errors import UserError
+from common.files import read_lines, read_yaml
 from configs.settings import flatten
 from evaluations.results import in_words
 
@@ -78,9 +77,10 @@ class Run:
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add finite figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
+        settings = {key: value for key, value in settings.items() if value is not None}
         guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
-        others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
+        others = {key: value for key, value in others.items() if value != DEFAULTS.get(key)}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
             if math.isfinite(value):
@@ -113,9 +113,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    with as_user_error("it"):
-        stored = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    config = flatten(stored) if isinstance(stored, dict) else {}
+    config = flatten(read_yaml(path / "config.yaml"))
     if missing := NEEDED - config.keys():
         raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
