@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.files import REPOSITORY, lock_folder
+from common.files import REPOSITORY, lock_folder, refuse_link
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -105,12 +105,13 @@ def keys_of_sampling(cfg: FidConfig) -> list[str]:
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
-    """Find the checkpoints that the command names, and verify their files."""
+    """Find the checkpoints that the command names, and verify the files that sampling reads."""
     from checkpoints import store
 
+    reads = store.files_for_sampling(as_list(cfg.weights), cfg.ema_length is not None)
     if cfg.checkpoints is None:
-        return [store.find_checkpoint(Path(folder), "checkpoint") for folder in as_list(cfg.checkpoint) if folder]
-    folders = store.verify_all(Path(cfg.checkpoints) / "checkpoints")
+        return [store.find_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
+    folders = store.verify_all(Path(cfg.checkpoints) / "checkpoints", reads)
     if not folders:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
     return folders
@@ -137,7 +138,7 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
     if not folders:
         return Path("runs") / "evaluations" / Path(cfg.images).resolve().name
     checkpoint = folders[0].resolve()
-    folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
+    folder = refuse_link((store.find_run(checkpoint) or checkpoint.parent) / "evaluations")
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder

@@ -19,6 +19,7 @@ import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
@@ -186,7 +187,11 @@ def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_thr
     from sampling.image_sets import open_image_set
 
     device = start_accelerator(cpu_threads).device
-    accuracy = train_detector(open_image_set(reference), Path(output), device, num_epochs)
+    try:
+        accuracy = train_detector(open_image_set(reference), Path(output), device, num_epochs)
+    except KeyboardInterrupt:  # unlike the other commands, this one cannot resume
+        sys.stderr.write("stopped; nothing was written\n")
+        sys.exit(128 + SIGINT)
     log.info("wrote %s: %.2f%% accuracy on the held-out images", output, 100 * accuracy)
 
 

@@ -25,7 +25,16 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, is_leftover, lock_folder, open_atomically, write_atomically
+from common.files import (
+    hash_bytes,
+    is_leftover,
+    lock_folder,
+    open_atomically,
+    read_yaml,
+    refuse_link,
+    regular_file,
+    write_atomically,
+)
 from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from configs import command_line
@@ -56,12 +65,14 @@ def main(cfg: SampleConfig) -> None:
 
 def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     """Find the checkpoint, sample the missing images and write the grid. Raises CheckpointRemoved (see `retry_if_removed`)."""
+    from checkpoints import store
     from checkpoints.load import load_config
     from checkpoints.resume import find_checkpoint_on_main
     from runtime.processes import check_shared, on_main, wait_for_all
     from sampling.recipe import Recipe
 
-    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint")
+    reads = store.files_for_sampling([cfg.weights], cfg.ema_length is not None)
+    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     names = on_main(lambda: find_class_names(run.data))
@@ -159,8 +170,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
 def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
     """Read a folder's settings.yaml. Settings that it lacks have their defaults, which is what earlier versions meant."""
     with as_user_error(source := f"{folder / 'settings.yaml'} (choose another output=...)"):
-        raw = OmegaConf.to_container(OmegaConf.load(folder / "settings.yaml"))
-        stored = read_stored(raw, ImageSettings, source)
+        stored = read_stored(read_yaml(folder / "settings.yaml"), ImageSettings, source)
     return stored.model_copy(update={"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler})
 
 
@@ -174,7 +184,7 @@ def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) ->
 
     guidance, steps = settings.guidance, settings.sampler["num_steps"]
     scale = "".join(f"{getattr(guidance, key):g}" for key in ("cfg_scale", "w") if hasattr(guidance, key))
-    parent = (store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated"
+    parent = refuse_link((store.find_run(checkpoint) or checkpoint.resolve().parent) / "generated")
     name = f"{checkpoint.name}_{settings.weights}_{guidance.name}{scale}_{steps}steps_"
     for folder in sorted(parent.iterdir() if parent.is_dir() else ()):
         with contextlib.suppress(UserError):  # other folders
@@ -233,7 +243,7 @@ def write_grid_and_npz(
 
     def read(seed: int) -> np.ndarray:
         with as_user_error(f"{files[seed]} (remove it and run the same command to make it again)"):
-            return np.asarray(Image.open(files[seed]).convert("RGB"))
+            return np.asarray(Image.open(regular_file(files[seed])).convert("RGB"))
 
     shown = seeds[:MAX_GRID_IMAGES]
     grid = labelled_grid([read(seed) for seed in shown], [class_caption(labels[seed], names) for seed in shown])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from signal import SIGINT
 
 from common.errors import UserError
@@ -33,7 +34,7 @@ def main(cfg: TrainConfig) -> None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, saving
+    from training import build, saving, tracking
     from training.parallel import check_processes
     from training.start import record_start
     from training.trainer import Trainer
@@ -48,11 +49,13 @@ def main(cfg: TrainConfig) -> None:
     processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes, accelerator.distributed_type)
     check_machine(train, accelerator.device)
+    processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
-    initial = find_initial(run, cfg.init_from)
+    initial = find_initial(run, cfg.init_from, cfg.init_state)
     if initial is not None:
         check_initial(initial, cfg)
     newest = open_existing_run(run, cfg)
+    processes.on_main(lambda: tracking.check_folder(run, cfg.wandb.mode))
 
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
@@ -68,10 +71,11 @@ def main(cfg: TrainConfig) -> None:
     elif initial is not None:
         saving.init_from(trainer, initial, cfg.init_state)
     record_start(trainer, run)
+    if accelerator.is_main_process:
+        tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    tracking.finish(accelerator)
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()

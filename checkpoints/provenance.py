@@ -15,6 +15,8 @@ from accelerate import Accelerator
 
 from common.files import REPOSITORY
 
+GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
+
 
 def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
     """Return the record that starts.jsonl stores for a start at `step`."""
@@ -47,7 +49,7 @@ def git_commit() -> tuple[str | None, bool | None]:
         return None, None
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        description = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        description = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_SEC).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, no commit, or no answer in time
         return None, None
     return description.removesuffix("-dirty"), description.endswith("-dirty")

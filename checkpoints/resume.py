@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from checkpoints import store
@@ -84,21 +84,31 @@ def find_newest_of_run(run: RunFolder) -> Path | None:
     return found
 
 
-def find_initial(run: RunFolder, init_from: str | None) -> Path | None:
-    """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints."""
+def find_initial(run: RunFolder, init_from: str | None, init_state: str) -> Path | None:
+    """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
+
+    With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing.
+    """
 
     def decide() -> Path | None:
         if store.list_steps(run.checkpoints):
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
             return None
-        return store.find_checkpoint(Path(init_from), "init_from")
+        if init_state == "all":
+            return store.find_checkpoint(Path(init_from), "init_from")
+        found, raw = store.find_checkpoint(Path(init_from), "init_from", [store.WEIGHTS["ema"]]), store.WEIGHTS["raw"]
+        if (found / raw).exists():
+            store.verify(found, [raw])
+        else:
+            log.warning("init_from=%s has no %s: the raw weights also start from the EMA", init_from, raw)
+        return found
 
     return None if init_from is None else _decide_on_main(decide, "init_from")
 
 
-def find_checkpoint_on_main(path: str, key: str) -> Path:
+def find_checkpoint_on_main(path: str, key: str, reads: Collection[str]) -> Path:
     """Call `store.find_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
-    return _decide_on_main(lambda: store.find_checkpoint(Path(path), key), key)
+    return _decide_on_main(lambda: store.find_checkpoint(Path(path), key, reads), key)
 
 
 def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:

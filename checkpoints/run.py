@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
-from common.files import lock_file, read_lines, remove_leftovers, write_atomically
+from checkpoints import store
+from common.errors import UserError, as_user_error
+from common.files import (
+    is_leftover,
+    lock_file,
+    make_folder,
+    read_lines,
+    refuse_link,
+    regular_file,
+    remove_leftovers,
+    write_atomically,
+)
 from common.types import FiniteFloat, NonNegativeInt, PositiveFloat
 from configs.settings import validate
 
 log = logging.getLogger(__name__)
+
+SNAPSHOTS = "ema_snapshots"  # subfolder for the snapshots of train.ema_lengths
+LOG_SUFFIXES = (".out", ".err", ".log", ".txt")  # files with these suffixes may lie in a run's folder before the run starts
 
 
 class TrainingLine(BaseModel, strict=True):
@@ -62,30 +79,58 @@ class RunFolder:
     def __init__(self, output_dir: str, name: str):
         self.path = Path(output_dir) / name
         self.checkpoints = self.path / "checkpoints"
-        self.samples = self.path / "samples"
+        self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self._lock = None
 
     def open(self) -> None:
-        """Create and lock the run folder, unless it is open. Raise UserError if it is not writable or used by another process."""
+        """Create and lock the run folder, unless it is open.
+
+        Raise UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
+        """
         if self._lock is not None:
             return
+        for folder in (self.checkpoints, self.samples, self.snapshots, self.wandb):
+            refuse_link(folder)
+        if self.path.is_dir() and not self._is_run() and (others := [*self._others()]):
+            found = f"{self.path} holds {others[0].name} and was not made by train.py"
+            raise UserError(f"{found}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.path / ".lock", "training in", "name")
         for folder in (self.checkpoints, self.samples):
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
+        for folder in (self.checkpoints, self.samples, self.snapshots):
             remove_leftovers(folder)
+
+    def _is_run(self) -> bool:
+        """Return whether train.py or an import of weights made the folder."""
+        if self.starts.exists() or any((step / store.MANIFEST).exists() for step in store.list_steps(self.checkpoints).values()):
+            return True
+        with contextlib.suppress(UserError):  # the file is missing, or is not a configuration
+            return {"data", "model", "diffusion", "train", "checkpoint"} <= store.read_config(self.path).keys()
+        return False
+
+    def _others(self) -> Iterator[Path]:
+        """Yield the contents of the folder that neither an interrupted first start nor a launcher's log explains."""
+        for path in sorted(self.path.iterdir()):
+            is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
+            if not (is_empty or path.name == ".lock" or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
+                yield path
 
     def write_config(self, config: dict) -> None:
         """Write the run's resolved configuration to config.yaml."""
         write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
-        """Return the run's Weights & Biases ID, which stays the same when the run resumes."""
+        """Return the run's Weights & Biases ID, which stays the same when the run resumes. Raise UserError for an invalid ID."""
         file = self.path / "wandb_id"
         if not file.exists():
             write_atomically(file, secrets.token_hex(4))
-        return file.read_text(encoding="utf-8").strip()
+        with as_user_error(file):
+            found = regular_file(file).read_text(encoding="utf-8").strip()
+            if not re.fullmatch(r"[\w.-]{1,64}", found):
+                raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
+        return found
 
     def has_evaluation(self, about: dict) -> bool:
         """Return whether metrics.jsonl contains an evaluation with the fields in `about`."""

@@ -4,6 +4,7 @@ A folder such as step_0000400/ contains model.safetensors, ema.safetensors, opti
 (manifest.json) of file sizes and hashes. REPA adds projector.safetensors, and train.ema_lengths adds tracked_ema.safetensors.
 `save` writes a temporary folder, flushes the folder to disk and renames it. The trainer calls `save` in a background thread with
 a copy of the weights. A checkpoint is valid only if its files match the manifest. Resuming a run renames damaged checkpoints.
+Commands that only read weights check the files that they read, so a checkpoint can be shared without the other files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, hash_file, remove_leftovers, why_not_written
+from common.files import (
+    hash_bytes,
+    hash_file,
+    is_leftover,
+    read_json,
+    read_yaml,
+    regular_file,
+    remove_leftovers,
+    why_not_written,
+)
 from common.progress import log_if_slow
 
 log = logging.getLogger(__name__)
@@ -35,6 +45,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
 OPTIONAL = ("projector", "tracked_ema")  # tensor files that only some checkpoints contain
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # required in every checkpoint, as is the manifest
+READ_ALWAYS = ("state.json", "config.yaml")  # every command reads these files
 _STEP = re.compile(r"step_(\d{7,})")
 
 
@@ -50,6 +61,13 @@ class Checkpoint:
     config: dict  # the run's resolved configuration
     projector: dict[str, Tensor] | None = None  # present only with alignment
     tracked_ema: dict[str, Tensor] | None = None  # present only with train.ema_lengths
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors. The other contents of a checkpoint take only kilobytes."""
+        moments = (value for state in self.optimizer.get("state", {}).values() for value in state.values())
+        tensors = [*self.model.values(), *self.ema.values(), *(self.projector or {}).values(), *(self.tracked_ema or {}).values()]
+        return sum(x.nbytes for x in (*tensors, *moments) if isinstance(x, Tensor))
 
 
 class CheckpointRemoved(UserError):
@@ -96,7 +114,8 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError if the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
-        raise UserError(f"cannot write the checkpoint {final}: {why_not_written(final, e)}; intact before it: {kept}") from e
+        problem = why_not_written(final, e, checkpoint.num_bytes)
+        raise UserError(f"cannot write the checkpoint {final}: {problem}; intact before it: {kept}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
             with contextlib.suppress(OSError):  # the next save tries again to delete the folder
@@ -132,22 +151,41 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def verify(folder: Path) -> None:
-    """Check every file of a checkpoint against the manifest, and the folder name against the stored step.
+def list_files(folder: Path) -> dict[str, str]:
+    """Return the hash of each file that a checkpoint's manifest lists. Raise UserError if the manifest cannot be read."""
+    file = folder / MANIFEST
+    if not file.exists():
+        raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+    manifest = read_json(file)
+    with as_user_error(file):
+        if outside := [name for name in manifest if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not the name of a file in the checkpoint")
+        return {name: entry["blake2b"] for name, entry in manifest.items()}
+
+
+def files_for_sampling(weights: Iterable[str], with_tracked_ema: bool = False) -> list[str]:
+    """Return the files that sampling reads from a checkpoint. `weights` lists `ema` and `raw`."""
+    return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * with_tracked_ema
+
+
+def verify(folder: Path, reads: Collection[str] | None = None) -> None:
+    """Check a checkpoint's files against the manifest, and the folder name against the stored step.
+
+    Args:
+        reads: Files that the caller reads besides READ_ALWAYS, if the manifest lists them. None stands for all files. Only these
+            files need to exist and are checked.
 
     Raise UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
-    file = folder / MANIFEST
-    with as_user_error(file):
-        if not file.is_file():
-            raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        expected = dict.fromkeys(FILES) | {name: entry["blake2b"] for name, entry in manifest.items()}
+    listed = list_files(folder)
+    expected = dict.fromkeys(FILES) | listed
+    if reads is not None:
+        expected = {name: digest for name, digest in expected.items() if name in (*READ_ALWAYS, *reads)}
     with log_if_slow(log, "comparing %s with its checksums", folder):
         for file, digest in ((folder / name, digest) for name, digest in expected.items()):
             with as_user_error(file):
-                if digest is None or not file.is_file():
+                if digest is None or not file.exists():
                     raise UserError(f"{file} is missing")
                 if hash_file(file) != digest:
                     raise UserError(f"{file} is truncated or altered: its hash is not the one in {MANIFEST}")
@@ -158,7 +196,7 @@ def verify(folder: Path) -> None:
 
 def _read_state(folder: Path) -> dict:
     with as_user_error(folder / "state.json"):
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = read_json(folder / "state.json")
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no step")
         return state
@@ -190,37 +228,40 @@ def hash_checkpoint(folder: Path) -> str:
     """
     if folder not in _hashes or folder.exists():
         with reading(folder), as_user_error(file := folder / MANIFEST):
-            _hashes[folder] = hash_bytes(file.read_bytes())[:16]
+            _hashes[folder] = hash_bytes(regular_file(file).read_bytes())[:16]
     return _hashes[folder]
 
 
 def read_config(folder: Path) -> dict:
-    """Return the resolved training configuration that a checkpoint stores."""
-    with reading(folder), as_user_error(file := folder / "config.yaml"), open(file, encoding="utf-8") as f:
-        if not isinstance(config := OmegaConf.to_container(OmegaConf.load(f)), dict):
-            raise ValueError("it holds no configuration")
-        return config
+    """Return the resolved training configuration that a checkpoint or a run stores."""
+    with reading(folder):
+        return read_yaml(folder / "config.yaml")
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
     """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
     with reading(folder), as_user_error(file := folder / WEIGHTS[weights]):
-        return load_file(file)
+        return load_file(regular_file(file))
 
 
 def load(folder: Path) -> Checkpoint:
-    """Load a checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    state = _read_state(folder)
-    with as_user_error(folder / "optimizer.pt"):
-        optimizer = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(optimizer, dict):
+    """Load a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
+    checkpoint, listed = load_initial(folder), list_files(folder)
+    with as_user_error(file := folder / "optimizer.pt"):
+        checkpoint.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(checkpoint.optimizer, dict):
             raise ValueError("it holds no state of an optimizer")
-    optional = {}
     for name in OPTIONAL:
         with as_user_error(file := folder / f"{name}.safetensors"):
-            optional[name] = load_file(file) if file.exists() else None
-    model, ema = load_weights(folder, "raw"), load_weights(folder, "ema")
-    return Checkpoint(state.pop("step"), model, ema, optimizer, state, read_config(folder), **optional)
+            setattr(checkpoint, name, load_file(regular_file(file)) if file.name in listed else None)
+    return checkpoint
+
+
+def load_initial(folder: Path) -> Checkpoint:
+    """Load the weights of a verified checkpoint from which another run starts. If the raw weights are missing, use the EMA."""
+    state, ema = _read_state(folder), load_weights(folder, "ema")
+    model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)
+    return Checkpoint(state.pop("step"), model, ema, {}, state, read_config(folder))
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
@@ -234,29 +275,34 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
             raise UserError(f"{file}: {name} is {sides[0]} in the file and {sides[1]} in this network")
 
 
-def verify_all(root: Path) -> list[Path]:
-    """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile."""
+def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
+    """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile.
+
+    `reads` lists the files that must be intact (see `verify`).
+    """
     found = []
     for path in list_steps(root).values():
         try:
             with reading(path):
-                verify(path)
+                verify(path, reads)
             found.append(path)
         except CheckpointRemoved as e:
             log.warning("%s; it is left out", e)
     return found
 
 
-def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
+def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Path | None, dict[Path, str]]:
     """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors.
 
-    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again.
+    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `reads` lists the files that must
+    be intact (see `verify`). Warn of newer checkpoints that `list_steps` does not find, because their folders were renamed.
     """
     problems: dict[Path, str] = {}
     while left := [path for path in list_steps(root).values() if path not in problems]:
         try:
             with reading(left[-1]):
-                verify(left[-1])
+                verify(left[-1], reads)
+                warn_of_renamed(root, read_step(left[-1]))
             return left[-1], problems
         except CheckpointRemoved as e:
             log.warning("%s; looking for the next newest", e)
@@ -264,21 +310,36 @@ def find_newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
             if isinstance(e.__cause__, OSError):
                 raise
             problems[left[-1]] = str(e)
+    warn_of_renamed(root, -1)
     return None, problems
 
 
-def find_checkpoint(folder: Path, key: str) -> Path:
-    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists."""
+def warn_of_renamed(root: Path, newest_step: int) -> None:
+    """Warn of checkpoints in `root` with a step above `newest_step` whose folders do not have the name of a checkpoint."""
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if _STEP.fullmatch(folder.name) or is_leftover(folder.name) or not (folder / MANIFEST).exists():
+            continue
+        with contextlib.suppress(UserError):  # a damaged state.json
+            if (step := read_step(folder)) > newest_step:
+                words = "%s holds the later step %d and is not used, because its name is not %s"
+                log.warning(words, folder, step, folder_name(step))
+
+
+def find_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:
+    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists.
+
+    `reads` lists the files that the caller reads (see `verify`).
+    """
     own_files = {*WEIGHTS.values(), *(f"{name}.safetensors" for name in OPTIONAL)}
     if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / MANIFEST).exists():
-        verify(folder)
+        verify(folder, reads)
         return folder
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, problems = find_newest(folder / "checkpoints")
+    newest, problems = find_newest(folder / "checkpoints", reads)
     if newest is None:
         raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():

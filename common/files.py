@@ -1,4 +1,4 @@
-"""Helpers for atomic file writes, locks, hashes and JSON."""
+"""Helpers for regular files, atomic file writes, locks, hashes, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
 from filelock import lock_descriptor
+from omegaconf import OmegaConf
 
 from common.errors import UserError, as_user_error, first_line
 
@@ -25,8 +27,41 @@ log = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def why_not_written(path: Path, error: Exception) -> str:
-    """Describe why a write failed. Include the free disk space if the disk may be full."""
+def regular_file(path: Path) -> Path:
+    """Return `path`, which a caller is about to read, if it is missing, a regular file or a link to one.
+
+    Raises UserError for broken links and for other files, because reading a pipe or a device can block forever.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is not a regular file, or the link is broken")
+    return path
+
+
+def refuse_link(path: Path) -> Path:
+    """Return `path`, which lies inside a run or an output folder. Raises UserError if it is a link.
+
+    A folder that somebody copied or downloaded can contain links to anything. Writing through a link would change that.
+    """
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and nothing is written through links inside {path.parent}; link that folder instead")
+    return path
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder inside a run or an output folder, if it is missing. Raises UserError for links and if creating it fails."""
+    try:
+        refuse_link(path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write to {path}: {why_not_written(path, e)}") from e
+
+
+def _open_own(path: Path) -> IO[bytes]:
+    """Open a file inside a run or an output folder for reading and appending. Raises UserError for links, pipes and devices."""
+    return open(regular_file(path) if refuse_link(path).exists() else path, "a+b")
+
+
+def why_not_written(path: Path, error: Exception, needed_bytes: int | None = None) -> str:
+    """Describe why a write failed. If the disk may be full, include the free space and, if given, the space that is needed."""
     # torch.save raises its own error while it handles the error from the disk.
     if not isinstance(error, OSError) and isinstance(error.__context__, OSError):
         error = error.__context__
@@ -34,7 +69,10 @@ def why_not_written(path: Path, error: Exception) -> str:
     if getattr(error, "errno", None) in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
             folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-            reason += f"; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on the disk of {folder}"
+            needs = "" if needed_bytes is None else f"{needed_bytes / 1e6:.3g} MB are needed, and "
+            reason += f"; {needs}{shutil.disk_usage(folder).free / 1e6:.0f} MB are free on the disk of {folder}"
+            if hasattr(os, "statvfs") and (disk := os.statvfs(folder)).f_files and not disk.f_favail:
+                reason += ", which has no room for another file (no free inodes)"
     return reason
 
 
@@ -76,7 +114,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove incomplete files and folders that an interrupted process left behind. The caller must hold the folder's lock."""
     for path in [path for path in folder.glob(".*") if is_leftover(path.name)]:
         with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
@@ -88,7 +126,7 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+b")
+        file = _open_own(path)
     except OSError as e:
         raise UserError(f"cannot write to {folder}: {why_not_written(path, e)}") from e
     try:
@@ -133,7 +171,7 @@ def append_line(path: Path, record: dict) -> None:
     Raises UserError if the file cannot be written.
     """
     try:
-        with open(path, "a+b") as f:
+        with _open_own(path) as f:
             f.seek(max(f.tell() - 1, 0))
             is_torn = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
@@ -150,7 +188,7 @@ def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Ite
     that was left out.
     """
     with as_user_error(path):
-        content = path.read_bytes() if path.exists() else b""
+        content = regular_file(path).read_bytes() if path.exists() else b""
     left_out: list[str] = []
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         try:
@@ -170,14 +208,22 @@ def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Ite
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises UserError if the file cannot be read or is not valid JSON."""
     with as_user_error(path):
-        return json.loads(path.read_bytes())
+        return json.loads(regular_file(path).read_bytes())
 
 
-def check_regular(path: Path) -> Path:
-    """Return `path`. Raises UserError if it is not a regular file, because opening a pipe or device could block forever."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a regular file, or the link is broken")
-    return path
+def read_yaml(path: Path) -> dict:
+    """Parse a YAML file that contains a dictionary, without resolving interpolations. Raises UserError for other files.
+
+    Aliases are refused, because nested aliases can stand for more values than fit into memory. No command writes aliases.
+    """
+    with as_user_error(path):
+        text = regular_file(path).read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("it contains YAML aliases")
+        content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else None
+        if not isinstance(content, dict):
+            raise ValueError("it holds no configuration")
+        return content
 
 
 def hash_bytes(content: bytes) -> str:
@@ -188,7 +234,7 @@ def hash_bytes(content: bytes) -> str:
 def hash_file(path: Path) -> str:
     """Return the same hash as `hash_bytes` for a file's content, which is read in chunks."""
     digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as f:
+    with open(regular_file(path), "rb") as f:
         while chunk := f.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()

@@ -13,6 +13,9 @@ from pydantic.dataclasses import dataclass
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 
+MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
+
+
 def _colour(name: object) -> object:
     from PIL import ImageColor
 
@@ -23,6 +26,13 @@ def _colour(name: object) -> object:
     if len(ImageColor.getrgb(name)) != 3:  # raises ValueError for an unknown name
         raise ValueError(f"{name!r} is transparent")
     return name
+
+
+def _short(text: str) -> str:
+    """Reject text that no file system accepts as a path. Libraries would raise errors without the name of the key."""
+    if len(text.encode()) >= 4096 or any(len(name.encode()) > MAX_NAME_BYTES for name in text.split("/")):
+        raise ValueError(f"{text[:20]}... is longer than {MAX_NAME_BYTES} bytes between two slashes, or than 4095 bytes")
+    return text
 
 
 def _number(value: object) -> object:
@@ -49,6 +59,6 @@ def _increasing(ends: list[float]) -> list[float]:
 
 
 Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterValidator(_increasing)]  # [low, high]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_short)]  # for example a path
 Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
-AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]
+AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$"), AfterValidator(_short)]

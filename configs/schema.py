@@ -72,7 +72,7 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
+FolderName = Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 Detector = Annotated[str, Field(pattern="^(inception|dinov2|digits|small-[a-z][a-z0-9_]*)$")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]

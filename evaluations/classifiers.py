@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError, as_user_error
-from common.files import hash_file, write_atomically
+from common.files import hash_file, regular_file, write_atomically
 from common.progress import progress_bar
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
@@ -80,7 +80,7 @@ class ClassifierDetector:
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
         self.name, self.device = name, torch.device(device)
-        with as_user_error(f"evaluation.detector_weights={weights}"), safe_open(weights, framework="pt") as f:
+        with as_user_error(f"evaluation.detector_weights={weights}"), safe_open(regular_file(weights), framework="pt") as f:
             about = json.loads(f.metadata()["about"])
             if about["detector"] != name:
                 raise ValueError(f"it belongs to {about['detector']}, not to evaluation.detector={name}")

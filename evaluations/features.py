@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_bytes, write_atomically
+from common.files import hash_bytes, regular_file, write_atomically
 from common.progress import progress_bar
 from evaluations.images import ImageSet, read_ahead
 from evaluations.metrics import Statistics, statistics_of
@@ -119,7 +119,7 @@ def read_cache(folder: Path, images: ImageSet, detector: Detector) -> Features |
     """Load cached features and statistics. Returns None if the cache contains no features for the images and detector weights."""
     file, header = _cache_file(folder, images, detector)
     try:
-        with safe_open(file, framework="pt") as f:
+        with safe_open(regular_file(file), framework="pt") as f:
             if f.metadata() != header:
                 return None
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)

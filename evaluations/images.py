@@ -22,7 +22,7 @@ import torch
 from PIL import ImageColor
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, open_atomically
+from common.files import hash_bytes, open_atomically, regular_file
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
@@ -124,7 +124,10 @@ class ImageFolder:
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
-        sizes = [(file.relative_to(self.path).as_posix(), file.stat().st_size) for file in self.files]
+        sizes = []
+        for file in self.files:
+            with as_user_error(file):  # for example a link to a missing file
+                sizes.append((file.relative_to(self.path).as_posix(), regular_file(file).stat().st_size))
         return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
 
     def fingerprint(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.downloads import TIMEOUT_SEC
 from common.errors import UserError, as_user_error, first_line
+from common.files import regular_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
 
@@ -64,7 +65,7 @@ class InceptionDetector:
         self.device, file, copy = torch.device(device), Path(weights), io.BytesIO()
         with as_user_error(f"{file} (Inception's weights, {WEIGHTS_URL})"):
             # The extractor loads its file with weights_only=False, so we pass a copy of the tensors that was loaded safely.
-            torch.save(torch.load(file, map_location="cpu", weights_only=True), copy)
+            torch.save(torch.load(regular_file(file), map_location="cpu", weights_only=True), copy)
             copy.seek(0)
             outputs = ["2048", "logits_unbiased"]
             self._net = FeatureExtractorInceptionV3(self.name, outputs, feature_extractor_weights_path=copy)

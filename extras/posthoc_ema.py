@@ -23,14 +23,14 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.load import load_config
+from checkpoints.run import SNAPSHOTS
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, hash_file
+from common.files import hash_bytes, hash_file, regular_file
 from runtime.processes import on_main
 
 log = logging.getLogger(__name__)
 
 FILE = "tracked_ema"  # file name in checkpoints, which store averages in float32 (snapshots use float16)
-SNAPSHOTS = "ema_snapshots"
 MAX_ERROR = 0.1  # largest accepted profile error, relative to the norm of the profile
 NUM_CELLS = 10_000  # number of cells into which least squares divides the run's steps
 
@@ -68,7 +68,7 @@ def check_length(folder: Path, weights: str, length: float) -> str:
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
-    if not (folder / f"{FILE}.safetensors").exists():
+    if f"{FILE}.safetensors" not in store.list_files(folder):
         raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, which track averages")
     files, lengths, _, error = open_profiles(folder, length)
     if not min(lengths) <= length <= max(lengths):
@@ -96,7 +96,7 @@ class Average:
             log.info(words, self.length, len(files), 100 * error)
             keys = [f"{length:g}" for length in lengths]
             for i, file in enumerate(files.values()):
-                with as_user_error(file), safe_open(file, framework="pt") as f:
+                with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
                     if file.parent != self.folder and hash_file(file) != file.stem.rpartition("_")[2]:
                         raise ValueError("its hash differs from the one in its name; remove the file")
                     for key in f.keys():  # noqa: SIM118 (not a dict)

@@ -12,7 +12,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import hash_bytes, write_atomically
-from extras.posthoc_ema import FILE, SNAPSHOTS, gamma_from_length, list_snapshots
+from extras.posthoc_ema import FILE, gamma_from_length, list_snapshots
 from runtime.processes import on_main
 from training.ema import EMA
 from training.trainer import Hook, Trainer
@@ -65,5 +65,5 @@ class Snapshots(Hook):
             if step > trainer.first_step:  # the snapshot was saved before the run resumed from an earlier step
                 file.unlink()
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
-        write_atomically(self.run.path / SNAPSHOTS / name, content)
+        write_atomically(self.run.snapshots / name, content)
         self._is_first = False

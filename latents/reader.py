@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
+from common.files import regular_file
 
 MAX_OPEN_FILES = 512  # `FileReader` closes the least recently used file beyond this number, which is half of the default limit
 
@@ -24,7 +25,8 @@ class FileReader:
 
     def __init__(self, files: Sequence[Path]):
         self.files = files
-        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(FileIO)  # Python closes an evicted file when no thread uses it
+        # Python closes an evicted file when no thread uses it.
+        self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(lambda path: FileIO(regular_file(path)))
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
         """Read file `number` at byte `offset` into `part`, uint8 [n]. Raise UserError if the file is truncated or unreadable."""

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import check_regular, hash_bytes, hash_file, read_json, write_atomically
+from common.files import hash_bytes, hash_file, read_json, regular_file, write_atomically
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
@@ -113,7 +113,7 @@ def read_header(file: Path) -> tuple[dict, dict[str, int]]:
     `about` contains the fields of ShardInfo and `hash`. For shards from `encode` or `convert`, `about` also contains
     `provenance`. For other safetensors files, `about` is {}. `starts` maps each tensor name to the tensor's offset in the file.
     """
-    with as_user_error(file), open(file, "rb") as f:
+    with as_user_error(file), open(regular_file(file), "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
         about = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
@@ -124,7 +124,7 @@ def is_intact(file: Path) -> bool:
     """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
     try:
         about, _ = read_header(file)
-        return about.pop("hash", None) in (None, _hash(load_file(file), about))
+        return about.pop("hash", None) in (None, _hash(load_file(regular_file(file)), about))
     except (SafetensorError, UserError):
         return False
 
@@ -144,6 +144,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
+    need(0 not in latents.shape[1:], "at least one channel and one latent pixel")
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
     need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
@@ -162,7 +163,7 @@ def shard_files(folder: Path) -> list[Path]:
 
     Raise UserError if a shard is not a regular file.
     """
-    return sorted(check_regular(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+    return sorted(regular_file(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
 class _Open(pydantic.BaseModel):
@@ -197,7 +198,7 @@ def read_manifest(folder: Path) -> dict | None:
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
-    manifest = read_json(check_regular(file))
+    manifest = read_json(regular_file(file))
     try:
         _Manifest.model_validate(manifest if isinstance(manifest, dict) else {})
     except pydantic.ValidationError as e:
@@ -334,7 +335,7 @@ class LatentDataset:
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
     """Open a shard. Return the metadata, the memory-mapped tensors, and the offset of each tensor in the file."""
     try:
-        shard = load_file(file)
+        shard = load_file(regular_file(file))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     about, starts = read_header(file)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError, as_user_error
-from common.files import check_regular
+from common.files import regular_file
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -26,7 +26,7 @@ class TarItem:
     label: int
 
     def read(self) -> bytes:
-        with open(self.file, "rb") as f:
+        with open(regular_file(self.file), "rb") as f:
             f.seek(self.start)
             return f.read(self.size)
 
@@ -47,8 +47,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     members: dict[str, tuple[str, int, int]] = {}  # maps each key to (name, start, size)
     labels: dict[str, int] = {}
     known = (*extensions, *LABEL_EXTENSIONS)
-    check_regular(file)
-    with as_user_error(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(file, "r:") as tar:
+    with as_user_error(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(regular_file(file), "r:") as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile would otherwise cache all members, which takes gigabytes for a large tar
             folder, slash, name = member.name.rpartition("/")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UserError, as_user_error
-from common.files import check_regular
+from common.files import regular_file
 
 
 def load_tensors(file: Path) -> Any:
@@ -20,10 +20,9 @@ def load_tensors(file: Path) -> Any:
     Raise UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
     """
     with as_user_error(file):
-        check_regular(file)
         if file.suffix == ".safetensors":
-            return load_file(file)
-        with open(file, "rb") as f:
+            return load_file(regular_file(file))
+        with open(regular_file(file), "rb") as f:
             start = f.read(40)
         if not start.startswith((b"PK", b"\x80")):  # for example, an HTML error page or a Git LFS pointer
             raise UserError(f"{file} is not a file of torch.save, which is a zip archive or a pickle: it begins with {start!r}")

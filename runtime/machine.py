@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 
-from common.errors import UserError
-from common.progress import log_to_stderr
+from common.errors import UserError, first_line
+from common.progress import log_if_slow, log_to_stderr
 from runtime import processes
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ def start_accelerator(
     GradientState._reset_state()
     # accelerate must not compile networks, because runtime/compilation.py compiles the blocks.
     settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
+    with connecting(timeout):
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect(accelerator.num_processes)
     log_to_stderr()
     # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
@@ -61,6 +64,28 @@ def start_accelerator(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, cores_per_process())))
     choose_kernels(accelerator.device, tf32)
     return accelerator
+
+
+@contextlib.contextmanager
+def connecting(timeout: timedelta) -> Iterator[None]:
+    """While the `with` block waits for other processes, log what it waits for. Raise UserError if they cannot be reached.
+
+    Variables of a launcher that has ended, such as WORLD_SIZE in a shell, make a single process wait for others.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size in ("", "1"):
+        yield
+        return
+    where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    rank = os.environ.get("RANK", "?")
+    slow = {} if rank == "0" else {"after_sec": 30.0, "level": logging.ERROR}  # other processes log only errors
+    waiting = f"process {rank} waits for all WORLD_SIZE={size} processes at {where}"
+    hint = "to start without a launcher, unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+    try:
+        with log_if_slow(log, "%s, for at most %d minutes; %s", waiting, timeout / timedelta(minutes=1), hint, **slow):
+            yield
+    except (torch.distributed.DistError, ValueError) as e:  # ValueError: a variable is missing or not a number
+        raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
 
 
 def check_gpus() -> None:

@@ -220,9 +220,9 @@ def retry_if_removed(accelerator: Accelerator, command: Callable[[], None]) -> N
 
 
 @lru_cache(maxsize=100)
-def find_weak_checkpoint(path: str) -> Path:
+def find_weak_checkpoint(path: str, weights: str) -> Path:
     """Find and verify the weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
-    return find_checkpoint_on_main(path, "guidance.checkpoint")
+    return find_checkpoint_on_main(path, "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
 def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
@@ -232,7 +232,7 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
     """
     if weak_checkpoint(settings) is None:
         return settings
-    folder = find_weak_checkpoint(settings.checkpoint)
+    folder = find_weak_checkpoint(settings.checkpoint, settings.weights)
     if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})

@@ -10,7 +10,8 @@ import torch
 from conftest import Malicious, file_size_limit, renew_manifest
 
 from checkpoints import store
-from checkpoints.resume import find_resume
+from checkpoints.load import load_config
+from checkpoints.resume import find_initial, find_resume
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
@@ -187,6 +188,64 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
         store.find_checkpoint(run, "init_from")
 
 
+def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path, caplog):
+    folder = save(tmp_path / "run" / "checkpoints", 10)
+    ema, raw = store.files_for_sampling(["ema"]), store.files_for_sampling(["raw"])
+    assert (ema, raw) == (["ema.safetensors"], ["model.safetensors"])
+    content = store.hash_checkpoint(folder)
+    for name in ("optimizer.pt", "model.safetensors"):
+        (folder / name).unlink()
+    assert store.find_checkpoint(tmp_path / "run", "checkpoint", ema) == folder and store.hash_checkpoint(folder) == content
+    with pytest.raises(UserError, match="model.safetensors is missing"):
+        store.find_checkpoint(folder, "checkpoint", raw)
+    with pytest.raises(UserError, match="no checkpoint .* is intact.*(optimizer.pt|model.safetensors) is missing"):
+        find_resume(RunFolder(tmp_path, "run"), "auto")
+    run = RunFolder(tmp_path, "new")
+    assert find_initial(run, str(folder), "weights") == folder and "the raw weights also start from the EMA" in caplog.text
+    loaded = store.load_initial(folder)
+    assert all(torch.equal(loaded.model[name], value) for name, value in make(10).ema.items()) and loaded.optimizer == {}
+    with pytest.raises(UserError, match="is missing"):
+        find_initial(run, str(folder), "all")
+    edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]))(folder)
+    with pytest.raises(UserError, match="ema.safetensors is truncated or altered"):
+        find_initial(run, str(folder), "weights")
+
+
+def test_init_from_checks_raw_weights_that_are_there(tmp_path):
+    folder = save(tmp_path, 10)
+    DAMAGES["truncated"][0](folder)
+    with pytest.raises(UserError, match="model.safetensors is truncated or altered"):
+        find_initial(RunFolder(tmp_path, "new"), str(folder), "weights")
+
+
+def test_a_newer_checkpoint_that_was_renamed_is_named(tmp_path, caplog):
+    run = RunFolder(tmp_path, "run")
+    save(run.checkpoints, 10, 20, 30)
+    (run.checkpoints / "step_0000030").rename(run.checkpoints / "step_30_best")
+    (run.checkpoints / "step_0000010").rename(run.checkpoints / "first")  # older, so it does not matter
+    assert store.find_checkpoint(run.path, "checkpoint").name == find_resume(run, "auto").name == "step_0000020"
+    lines = [record.message for record in caplog.records]
+    words = f"{run.checkpoints / 'step_30_best'} holds the later step 30 and is not used, because its name is not step_0000030"
+    assert lines == [words, words]
+
+
+def test_loading_opens_no_file_that_the_manifest_does_not_list(tmp_path):
+    folder = save(tmp_path, 10)
+    os.mkfifo(folder / "tracked_ema.safetensors")
+    assert store.load(folder).tracked_ema is None
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"../../other": {"size": 1, "blake2b": "0"}}))
+    with pytest.raises(UserError, match="manifest.json cannot be read: '../../other' is not the name of a file in the c"):
+        store.verify(folder)
+
+
+def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_line(tmp_path):
+    store.save(tmp_path, make(10), 1, 0)  # its configuration has only a seed and two keys of train
+    with pytest.raises(UserError, match=r"config.yaml cannot be read: .*train.num_steps= is missing.*; wandb= is mis") as error:
+        load_config(tmp_path / "step_0000010")
+    assert "\n" not in str(error.value)
+
+
 def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
     assert find_resume(run, "auto") is find_resume(run, "never") is None
@@ -221,7 +280,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
     with file_size_limit(max_bytes), pytest.raises(UserError) as error:
         store.save(tmp_path, checkpoint, 10, 0)
-    free = f"File too large.*; [0-9]+ MB are free on the disk of {tmp_path}"
+    free = f"File too large.*; [0-9.]+ MB are needed, and [0-9]+ MB are free on the disk of {tmp_path}"
     assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")
     assert names(tmp_path) == ["step_0000010"]
     store.verify(tmp_path / "step_0000010")

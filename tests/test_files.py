@@ -1,24 +1,30 @@
 """Files are written completely or not at all. A lock names its holder. Errors name truncated files."""
 
+import contextlib
 import errno
+import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import file_size_limit, make_shard, wait_for
 from forked import Command
+from PIL import Image
+from safetensors.torch import save_file
 
 from checkpoints.run import RunFolder
 from common import files
 from common.errors import UserError
 from common.files import write_atomically
 from common.images import list_images
-from evaluations.images import write_npz
+from evaluations.images import open_images, write_npz
 from latents.shards import LatentDataset
 
 
@@ -68,8 +74,11 @@ def test_a_folder_that_cannot_be_written_is_named_without_the_free_space(tmp_pat
 
 def test_a_run_removes_the_leftovers_of_an_interrupted_save_and_nothing_else(tmp_path):
     run = open_run(tmp_path / "run")
+    run.starts.touch()
+    (run.path / "ema_snapshots").mkdir()
     left = [run.checkpoints / ".tmp_step_0000002", run.checkpoints / ".del_step_0000001"]
     left.append(run.samples / ".tmp_0123456789abcdef_a.png")
+    left.append(run.path / "ema_snapshots" / ".tmp_0123456789abcdef_step_0000001_hash.safetensors")
     kept = [run.checkpoints / "step_0000001", run.checkpoints / "bad_step_0000001"]
     kept += [run.samples / name for name in (".tmp_mine", ".del_mine", ".tmp_step_one", ".tmp_0123_a.png")]  # the user's own
     for path in left + kept:
@@ -78,6 +87,106 @@ def test_a_run_removes_the_leftovers_of_an_interrupted_save_and_nothing_else(tmp
     run._lock.close()
     open_run(tmp_path / "run")
     assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+
+
+def test_a_disk_without_free_inodes_is_named_as_such(tmp_path, monkeypatch):
+    usage = os.statvfs(tmp_path)
+    full = os.statvfs_result((*usage[:5], 1000, 0, 0, *usage[8:]))  # f_files, f_ffree, f_favail
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **how: raise_os_error(errno.ENOSPC))
+    with pytest.raises(UserError, match=r"^cannot write to .*samples: No space left .* MB are free .* \(no free inodes\)$"):
+        files.make_folder(tmp_path / "samples")
+
+
+def raise_os_error(number):
+    raise OSError(number, os.strerror(number))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders from elsewhere: links, pipes and the files of others.
+
+
+@pytest.mark.parametrize("name", [".lock", "starts.jsonl", "checkpoints", "samples", "ema_snapshots", "wandb"])
+def test_nothing_is_written_through_a_link_inside_a_run(name, tmp_path):
+    outside = tmp_path / "outside"
+    if "." in name:
+        outside.write_text("mine\n")
+    else:
+        outside.mkdir()
+        (outside / ".tmp_0123456789abcdef_x").write_text("mine\n")
+    run = RunFolder(tmp_path, "run")
+    run.path.mkdir()
+    run.starts.touch()
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(outside)
+    with pytest.raises(UserError, match=f"^{run.path / name} is a link, and nothing is written through links inside {run.path}"):
+        run.open()
+        files.append_line(run.starts, {"step": 0})
+    file = outside if "." in name else outside / ".tmp_0123456789abcdef_x"
+    assert file.read_text() == "mine\n"
+
+
+def test_a_run_or_an_output_folder_that_is_a_link_as_a_whole_is_used(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    run = open_run(tmp_path / "run")
+    files.append_line(run.metrics, {"step": 1})
+    assert (tmp_path / "disk" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "wandb_id", "config.yaml", "state.json", "a.safetensors", ".lock"])
+def test_a_pipe_under_the_name_of_a_file_is_an_error_and_no_wait(name, tmp_path):
+    os.mkfifo(file := tmp_path / name)
+    readers = {
+        "metrics.jsonl": lambda: list(files.read_lines(file)),
+        "wandb_id": RunFolder(tmp_path.parent, tmp_path.name).wandb_id,
+        "config.yaml": lambda: files.read_yaml(file),
+        "state.json": lambda: files.read_json(file),
+        "a.safetensors": lambda: LatentDataset(tmp_path),
+        ".lock": lambda: files.lock_file(file, "training in", "name"),
+    }
+    with within_a_second(), pytest.raises(UserError, match=f"^{file} is not a regular file$"):
+        readers[name]()
+
+
+@contextlib.contextmanager
+def within_a_second():
+    previous = signal.signal(signal.SIGALRM, lambda *args: pytest.fail("it waits"))
+    signal.setitimer(signal.ITIMER_REAL, 5)  # five seconds, because other processes share the machine
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_aliases_that_multiply_in_a_yaml_file_are_refused_at_once(tmp_path):
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with within_a_second(), pytest.raises(UserError, match="config.yaml cannot be read: it contains YAML aliases$"):
+        files.read_yaml(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "notes.md", "checkpoints/model.pt", "src/main.py", "metrics.jsonl"])
+def test_the_folder_of_somebody_else_is_not_taken_over(name, tmp_path):
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("model: mine\n")
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(UserError, match=f"run holds {name.partition('/')[0]} and was not made by train.py; .* name="):
+        open_run(tmp_path / "run")
+    assert sorted((tmp_path / "run").rglob("*")) == before and file.read_text() == "model: mine\n"
+
+
+def test_a_folder_with_logs_of_a_launcher_is_new_and_our_configuration_makes_a_folder_a_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("slurm-7.out", "slurm-7.err", "log.txt"):
+        (tmp_path / "run" / name).touch()
+    run = open_run(tmp_path / "run")
+    run.write_config(dict.fromkeys(("data", "model", "diffusion", "train", "checkpoint")))
+    (run.path / "notes.md").touch()
+    run._lock.close()
+    open_run(tmp_path / "run")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,6 +236,46 @@ def test_lines_that_hold_no_json_object_are_skipped(tmp_path, caplog):
     assert caplog.messages == [f"{tmp_path / 'a'}: line 1 is left out: it is not an object (2 other lines are left out, too)"]
     with pytest.raises(UserError, match=f"^{tmp_path / 'a'} cannot be read: UnicodeDecodeError"):
         files.read_json(tmp_path / "a")
+
+
+def test_a_shard_without_channels_and_a_manifest_of_other_types_are_named(tmp_path):
+    tensors = {"latents": torch.zeros(2, 0, 8, 8), "labels": torch.zeros(2, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "a.safetensors", ABOUT)
+    with pytest.raises(UserError, match="a.safetensors holds .*; a latent shard needs at least one channel"):
+        LatentDataset(tmp_path)
+    for content, words in (
+        ({"shards": [1], "settings": {}}, "shards: "),
+        ({"shards": {"a": 1}, "settings": {}}, "shards.a: "),
+        ({"shards": {}, "settings": 3}, "settings: "),
+        ({"shards": {}, "settings": {}, "class_names": 3}, "class_names: "),
+        ([], ""),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({words}Input should"):
+            LatentDataset(tmp_path)
+
+
+ABOUT = {"about": json.dumps(dict(kind="sample", scale_factor=1.0, autoencoder="identity", resolution=8, num_classes=1))}
+
+
+def test_a_dangling_link_among_the_images_of_a_reference_is_named_before_any_work(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("missing.png")
+    with pytest.raises(UserError, match="b.png cannot be read: FileNotFoundError"):
+        open_images(tmp_path, crop=8).quick_fingerprint()
+
+
+def test_a_deep_tree_of_folders_is_listed_or_refused_at_once(tmp_path):
+    here = os.getcwd()
+    os.chdir(tmp_path)
+    try:  # absolute paths of this depth are longer than a system call accepts
+        for _ in range(900):
+            os.mkdir("d1234")
+            os.chdir("d1234")
+    finally:
+        os.chdir(here)
+    with within_a_second(), pytest.raises(UserError, match="d1234 cannot be read: File name too long"):
+        list_images(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 0.999])

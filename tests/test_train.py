@@ -1,7 +1,9 @@
 """Whole runs: interruptions, resumes and micro-batches do not change the numbers. Wrong settings are refused before any work."""
 
 import json
+import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,7 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import set_seed
-from conftest import TINY, checked, losses, make_shard, metrics, run_train, wait_for, weights
+from conftest import REPOSITORY, TINY, checked, losses, make_shard, metrics, renew_manifest, run_train, wait_for, weights
 from PIL import Image
 
 from checkpoints import provenance, resume, store
@@ -168,9 +170,17 @@ def test_a_run_logs_its_plan_and_writes_its_config_metrics_and_checkpoints(train
     assert start["step"] == 0 and start["time"].endswith("+00:00")
 
 
-def test_a_run_records_no_commit_if_the_code_has_no_git_repository_of_its_own(monkeypatch, tmp_path):
+def test_a_run_records_no_commit_without_a_git_repository_of_its_own_or_if_git_hangs(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
     assert provenance.git_commit() == (None, None)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "REPOSITORY", REPOSITORY)
+        patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        start_sec = time.monotonic()
+        assert provenance.git_commit() == (None, None) and 1.9 < time.monotonic() - start_sec < 20
     (tmp_path / ".git").mkdir()  # an empty folder is no repository
     assert provenance.git_commit() == (None, None)
 
@@ -198,13 +208,73 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
 
 
 def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("mine")
-    run = train("run", "train.num_steps=1", "train.log_every=1")
-    first = (run / "metrics.jsonl").read_text()
-    (run / "checkpoints").rename(run / "archive")
-    train("run", "train.num_steps=1", "train.log_every=1", "seed=3")
-    assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == {"mine", first}
+    run, kept = train("run", "train.num_steps=1", "train.log_every=1"), set()
+    for seed in (3, 4):
+        kept.add((run / "metrics.jsonl").read_text())
+        (run / "checkpoints").rename(run / f"archive_{seed}")
+        train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
+    assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
+
+
+def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "config.yaml").write_text("train: {lr: 1}\n")
+    with pytest.raises(UserError, match="configs holds config.yaml and was not made by train.py"):
+        train("configs")
+    assert [file.name for file in (tmp_path / "configs").iterdir()] == ["config.yaml"]
+    with pytest.raises(UserError, match="name: aaa.* is longer than 255 bytes"):
+        checked([*TINY, f"name={'a' * 256}"])
+
+
+def rewrite(file, change):
+    content = json.loads(file.read_text()) if file.suffix == ".json" else torch.load(file)
+    change(content)
+    file.write_text(json.dumps(content)) if file.suffix == ".json" else torch.save(content, file)
+    renew_manifest(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("optimizer.pt", lambda x: [x["state"].pop(i) for i in range(0, 90, 2)], r"parameter 0 \(.*\) is missing in the file"),
+        (
+            "optimizer.pt",
+            lambda x: [values.update(m=values.pop("exp_avg")) for values in x["state"].values()],
+            r"exp_avg of parameter 0 \(x_embedder.proj.weight\) is missing in the file",
+        ),
+        (
+            "optimizer.pt",
+            lambda x: x["state"][1].update(exp_avg_sq=torch.zeros(7)),
+            r"exp_avg_sq of parameter 1 \(x_embedder.proj.bias\) is \[7\] torch.float32 in the file and \[96\] torch.float32 in",
+        ),
+        ("optimizer.pt", lambda x: x["state"][1].update(step=torch.zeros((), dtype=torch.float64)), "step of parameter 1 .*t64"),
+        ("optimizer.pt", lambda x: x["state"].update({999: x["state"][1]}), r"parameter 999 \(unknown\) is .* and missing in"),
+        ("optimizer.pt", lambda x: x["state"][1].update(step=3.0), "it holds other values than tensors"),
+        ("optimizer.pt", lambda x: x.pop("state"), "optimizer.pt cannot be read: KeyError: 'state'"),
+        (
+            "state.json",
+            lambda x: [x.pop("loss_sums"), x.pop("ema_num_updates"), x.update(other=1)],
+            "state.json cannot be read: ema_num_updates= is missing; loss_sums= is missing; other is not a key",
+        ),
+        ("state.json", lambda x: x.update(loss_sums=[1.0, 2.0]), r"state.json: loss_sums is \[2\] .* in the file and \[1\]"),
+    ],
+)
+def test_a_state_that_does_not_fit_the_run_is_refused_in_one_line(whole, train, tmp_path, file, change, words):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder_of(run, 6))
+    rewrite(folder_of(run, 5) / file, change)
+    with pytest.raises(UserError, match=words) as error:
+        train("run", "checkpoint.every=1", "checkpoint.keep_last=10")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tracked_average_that_is_missing_is_refused(train):
+    run = train("run", "train.ema_lengths=[0.05,0.1]", "train.ema_snapshot_every=3", "checkpoint.every=3")
+    shutil.rmtree(folder_of(run, 6))
+    (folder_of(run, 3) / "tracked_ema.safetensors").unlink()
+    renew_manifest(folder_of(run, 3))
+    with pytest.raises(UserError, match=r"tracked_ema.safetensors: 0.05/\S+ is missing in the file"):
+        train("run", "train.ema_lengths=[0.05,0.1]", "train.ema_snapshot_every=3", "checkpoint.every=3")
 
 
 def test_a_resume_on_other_data_is_refused(train, tmp_path):
@@ -271,8 +341,13 @@ def test_a_run_warns_before_the_disk_is_full(train, monkeypatch, caplog):
     usage = SimpleNamespace(free=1e6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     train("run", "train.num_steps=1", "checkpoint.keep_last=2")
-    (line,) = [record for record in caplog.records if record.message.startswith("disk ")]
-    assert line.levelname == "WARNING" and line.message.endswith(" GB of checkpoints, 0.001 GB free")
+    lines = [record for record in caplog.records if record.message.startswith("disk ")]
+    assert [line.levelname for line in lines] == ["INFO", "WARNING"]
+    assert lines[0].message.endswith(" GB each), 0.001 GB free") and "room for only 0 more checkpoints" in lines[1].message
+    caplog.clear()
+    usage.free = 1e9
+    train("other", "train.num_steps=1", "checkpoint.keep_last=2")
+    assert "more checkpoints" not in caplog.text and "tf32" not in caplog.text  # on a CPU, tf32 has no effect
 
 
 def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, tmp_path):
@@ -327,6 +402,46 @@ def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wand
     assert resumed["id"] == (run / "wandb_id").read_text() != other["id"] and resumed["resume"] == "allow"
 
 
+def test_a_start_without_a_key_or_with_an_unusable_folder_of_wandb_is_refused_before_any_work(train, monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="^wandb.mode=online: No API key configured.* wandb.mode=offline"):
+        train("run", "wandb.mode=online")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(UserError, match="^wandb.mode=online: .*API key must have 40"):
+        train("run", "wandb.mode=online")
+    assert not (tmp_path / "run").exists()
+    run = train("run", "train.num_steps=1")
+    monkeypatch.setattr(build, "build_hooks", lambda *args: pytest.fail("slow work began"))
+    (run / "wandb").touch()
+    with pytest.raises(UserError, match="run/wandb is not a folder that can be written to"):
+        train("run", "train.num_steps=2", "wandb.mode=offline")
+    (run / "wandb").unlink()
+    for content in ("a/b", "two\nlines", ""):
+        (run / "wandb_id").write_text(content)
+        with pytest.raises(UserError, match="wandb_id cannot be read: it holds no ID of Weights & Biases"):
+            train("run", "train.num_steps=2", "wandb.mode=offline")
+
+
+def test_errors_of_wandb_become_one_warning_and_training_continues(whole, train, monkeypatch, caplog):
+    def fail(*args, **how):
+        raise ConnectionResetError("the service has ended")
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for number, (owner, name) in enumerate(((wandb, "init"), (wandb.Run, "log"), (wandb.Run, "finish"))):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            run = train(f"run{number}", "wandb.mode=offline")
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == [
+            "Weights & Biases failed (ConnectionResetError: the service has ended). Training continues without it; metrics.jsonl "
+            "has all figures"
+        ]
+        assert losses(run) == losses(whole)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Grids and evaluations in training.
 
@@ -377,6 +492,16 @@ def test_init_from_starts_a_dense_run_from_the_weights_and_average_of_a_routed_r
         average = {name: value.lerp(after[name], share) for name, value in average.items()}
         for name, value in weights(dense, step, "ema").items():
             assert torch.allclose(value, average[name], atol=1e-6), name
+
+
+def test_init_from_accepts_a_shared_checkpoint_that_holds_only_the_ema(whole, train, tmp_path, caplog):
+    shared = shutil.copytree(folder_of(whole, 6), tmp_path / "shared")
+    for name in ("optimizer.pt", "model.safetensors"):
+        (shared / name).unlink()
+    run = train("tuned", f"init_from={shared}", "train.num_steps=1", "train.lr=1e-30")
+    average, after = weights(whole, 6, "ema"), weights(run, 1)
+    assert all(torch.allclose(average[name], after[name], atol=1e-7) for name in average)
+    assert "the raw weights also start from the EMA" in caplog.text
 
 
 def test_a_run_that_started_from_another_resumes_without_it(whole, train, tmp_path):

@@ -230,7 +230,8 @@ def test_training_does_not_resume_from_an_imported_checkpoint(import_file, train
         (dit_weights() | {"x_embedder.proj.bias": torch.ones(7)}, r"x_embedder.proj.bias is \[7\]"),
         (dit_weights() | {"pos_embed": torch.ones(1, 15, WIDTH)}, r"pos_embed is \[1, 15, 96\]"),
         (dit_weights(width=100), "12 x 100 / 2; .* 12 x 96 / 2"),
-        (dit_weights() | {"y_embedder.embedding_table.weight": torch.ones(1, WIDTH)}, "num_classes=0"),
+        (dit_weights() | {"final_layer.linear.bias": torch.full((4,), math.nan)}, "final_layer.linear.bias holds NaN"),
+        ({"model": dit_weights(), "args": {"num_classes": 7}}, "a label table of 11 rows, .* num_classes=10 or 11, not 7"),
         (dit_weights(learn_sigma=True), "twice as many channels out as in"),
         ({"a": torch.ones(2)}, r"is not a DiT .*x_embedder.proj.weight.* it holds a, "),
         ([torch.ones(2)], "holds no state dict"),
@@ -258,6 +259,39 @@ def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_pat
         with pytest.raises(UserError, match=f"{name} {message}"):
             importing.import_weights(str(tmp_path / name), "dit", str(tmp_path / "run"))
     assert not (tmp_path / "pwned").exists() and not (tmp_path / "run").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "settings", "arguments", "expected"),
+    [
+        (11, {}, {}, (10, 0.1)),
+        (10, {"num_classes": 10}, {}, (10, 0.0)),
+        (10, {}, {"num_classes": 10}, (10, 0.0)),
+        (11, {"num_classes": 11}, {"num_classes": 10}, (11, 0.0)),
+        (1, {}, {}, (1, 0.0)),
+    ],
+)
+def test_a_label_table_without_a_null_class_imports_and_is_not_guided(import_file, tmp_path, rows, settings, arguments, expected):
+    w = dit_weights() | {"y_embedder.embedding_table.weight": torch.randn(rows, WIDTH)}
+    content = {"model": w, "args": argparse.Namespace(**arguments)}
+    cfg, folder = import_file(content, "repa", **PIXELS, **settings)
+    assert (cfg.data.num_classes, cfg.model.class_dropout) == expected
+    x, t, _ = inputs(0.05, 0.4, 0.9)
+    y = torch.tensor([0, rows // 2, expected[0] - 1])
+    assert_same(network(cfg, folder)(x, t, y), published_output(w, x, t, y))
+    if not expected[1]:
+        with pytest.raises(UserError, match="needs the null class"):
+            images_of(folder, tmp_path / "images", "guidance=cfg", "cfg_scale=2")
+
+
+def test_a_resolution_that_contradicts_the_latents_is_refused(import_file):
+    with pytest.raises(UserError, match="resolution=16, but .*weights.pt is for 8 latents a side, each of 1 pixels"):
+        import_file(dit_weights(), "repa", resolution=16, **PIXELS)
+    with pytest.raises(UserError, match="resolution=60, but .* 8 latents a side, each of a whole number of pixels"):
+        import_file(dit_weights(), "repa", autoencoder="none", scale_factor=1.0, resolution=60)
+    cfg, _ = import_file(dit_weights(), "repa", autoencoder="none", scale_factor=1.0, resolution=64)
+    assert cfg.data.resolution == 64
 
 
 def test_the_scale_of_an_unknown_autoencoder_must_be_given(import_file):

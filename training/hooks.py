@@ -24,6 +24,7 @@ from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import sampler_settings, with_sampler
 from sampling.sampler import ImageSampler, draw_labels
 from training.metrics import STEP_METRICS
+from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
 
 log = logging.getLogger(__name__)
@@ -49,13 +50,6 @@ class LogMetrics(Hook):
         if trainer.accelerator.is_main_process:
             append_line(self.run.metrics, record)
         track(trainer.accelerator, record)
-
-
-def track(accelerator: Accelerator, record: dict) -> None:
-    """Log a record to Weights & Biases. Split a list with one value per noise level into `name/0` to `name/9`."""
-    lists = {key: value for key, value in record.items() if isinstance(value, list)}
-    by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
-    accelerator.log({key: value for key, value in (record | by_level).items() if key not in lists and value is not None})
 
 
 @dataclass
@@ -88,9 +82,7 @@ class SampleGrids(Hook):
             grid = labelled_grid(images, [class_caption(label, names) for label in labels])
             with open_atomically(file) as f:
                 grid.save(f, format="PNG")
-            for tracker in accelerator.trackers:
-                tracker.log_images({"samples": [grid]}, commit=False)
-                tracker.log({"step": trainer.step})
+            track_grid(accelerator, trainer.step, grid)
 
 
 @dataclass

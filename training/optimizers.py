@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from checkpoints import store
+from common.errors import as_user_error
 from configs.schema import Train
 
 Parameters = Mapping[str, nn.Parameter]  # the trained parameters of the network and, with alignment, the projector
@@ -43,20 +47,42 @@ def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: d
         optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def check_state(state: dict[str | int, dict[str, Any]], parameters: Parameters) -> dict[str, dict[str, Any]]:
-    """Check a stored state against the parameters, and return it by parameter name.
+def check_state(
+    file: Path, state: dict[str | int, dict[str, Any]], optimizers: Sequence[Optimizer], parameters: Parameters
+) -> dict[str, dict[str, Any]]:
+    """Check a state stored in `file` against the optimizers, and return it by parameter name.
 
-    Checkpoints up to f7b5337 count the parameters instead of naming them. Raise ValueError, which names the parameter, if the
-    state of a parameter is missing, has another shape or belongs to no parameter.
+    Checkpoints up to f7b5337 count the parameters instead of naming them. Raise UserError, which names the parameter, if the
+    names, shapes or types are not those of the optimizers' state after a step.
     """
-    names = list(parameters)
-    named = {names[key] if isinstance(key, int) and key < len(names) else str(key): value for key, value in state.items()}
-    for name in {**parameters, **named}:
-        if name not in parameters:
-            raise ValueError(f"it has a state of {name}, which this network does not train")
-        if name not in named:
-            raise ValueError(f"it has no state of {name}")
-        for key, value in named[name].items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameters[name].shape:
-                raise ValueError(f"{key} of {name} is {list(value.shape)} in the file and {list(parameters[name].shape)} here")
+    with as_user_error(file):
+        names = list(parameters)
+        named = {names[key] if isinstance(key, int) and key < len(names) else str(key): value for key, value in state.items()}
+        for name in {**parameters, **named}:
+            if name not in parameters:
+                raise ValueError(f"it has a state of {name}, which this network does not train")
+            if name not in named:
+                raise ValueError(f"it has no state of {name}")
+        found, expected = (
+            {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
+            for states in (named, state_after_step(optimizers, parameters))
+        )
+        if not all(isinstance(value, Tensor) for value in found.values()):
+            raise ValueError("it holds other values than tensors")
+        store.check_tensors(file, found, expected)
     return named
+
+
+def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:
+    """Return the state that the optimizers have after a step, as tensors without data (on the meta device)."""
+    with torch.enable_grad():
+        twins = {name: torch.empty_like(p, device="meta", requires_grad=True) for name, p in parameters.items()}
+    for twin in twins.values():
+        twin.grad = torch.empty_like(twin)
+    replaced = {id(p): twins[name] for name, p in parameters.items()}
+    copies = [copy.deepcopy(getattr(optimizer, "optimizer", optimizer), replaced) for optimizer in optimizers]
+    for twin in copies:
+        for group in twin.param_groups:  # the state is the same, and the meta device has no fused step
+            group |= dict.fromkeys({"fused", "foreach"} & group.keys(), False)
+        twin.step()
+    return get_state(copies, twins)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.run import RunFolder
-from common.errors import UserError, as_user_error
+from common.errors import UserError
 from common.progress import log_if_slow
+from configs.settings import Settings, read_stored
 from runtime.processes import on_main
 from training import optimizers
 from training.trainer import Hook, Trainer
@@ -21,6 +22,17 @@ from training.trainer import Hook, Trainer
 log = logging.getLogger(__name__)
 
 LABEL_TABLE = "y_embedder.embedding_table.weight"
+
+
+class TrainerState(Settings):
+    """The trainer's state in a checkpoint's state.json, besides the step."""
+
+    data: str  # fingerprint of the latents
+    ema_num_updates: int
+    loss_sums: list[float]  # one sum for each of `Trainer.modules`
+    loss_count: int
+    bin_sums: list[list[float]]
+    encoder_hash: str | None  # hash of the alignment encoder's weights
 
 
 class CheckpointHook(Hook):
@@ -54,15 +66,15 @@ class CheckpointHook(Hook):
         states = recursively_apply(copy_to_host, states)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
-        state = {
-            "data": trainer.dataset.fingerprint,
-            "ema_num_updates": trainer.ema.num_updates_before + trainer.step,
-            "loss_sums": trainer.loss_sums.tolist(),
-            "loss_count": trainer.step - trainer.last_logged_step,
-            "bin_sums": trainer.bin_sums.tolist(),
-            "encoder_hash": None if trainer.alignment is None else trainer.alignment.encoder_hash,
-        }
-        checkpoint = store.Checkpoint(trainer.step, **states, state=state, config=trainer.cfg.model_dump())
+        state = TrainerState(
+            data=trainer.dataset.fingerprint,
+            ema_num_updates=trainer.ema.num_updates_before + trainer.step,
+            loss_sums=trainer.loss_sums.tolist(),
+            loss_count=trainer.step - trainer.last_logged_step,
+            bin_sums=trainer.bin_sums.tolist(),
+            encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
+        )
+        checkpoint = store.Checkpoint(trainer.step, **states, state=state.model_dump(), config=trainer.cfg.model_dump())
         self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
 
     def check(self, wait: bool) -> None:
@@ -95,26 +107,33 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
-    """Resume a run from a verified checkpoint. Raise UserError if the latents, labels or encoder weights differ."""
+    """Resume a run from a verified checkpoint.
+
+    Raise UserError if the latents, labels or encoder weights differ, or if a file does not fit the run.
+    """
     checkpoint = store.load(folder)
-    if checkpoint.state.get("data") != trainer.dataset.fingerprint:
+    state = read_stored(checkpoint.state, TrainerState, folder / "state.json")
+    if state.data != trainer.dataset.fingerprint:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
+    sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
+    store.check_tensors(folder / "state.json", sums, {name: getattr(trainer, name) for name in sums})
     restore_weights(trainer, folder, checkpoint)
     restore_training_state(trainer, folder, checkpoint)
-    trainer.loss_sums.copy_(torch.tensor(checkpoint.state["loss_sums"]))
-    trainer.last_logged_step -= checkpoint.state["loss_count"]
+    trainer.loss_sums.copy_(sums["loss_sums"])
+    trainer.last_logged_step -= state.loss_count
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
-        trainer.bin_sums.copy_(total_bin_sums(checkpoint.state, trainer.cfg.train.batch_size))
+        trainer.bin_sums.copy_(total_bin_sums(state, trainer.cfg.train.batch_size))
     log.info("resumed from %s", folder)
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     """Load another run's weights and EMA from a verified checkpoint. With init_state=all, also load the optimizer and step."""
-    checkpoint = store.load(folder)
-    num_classes, stored_num_classes = (len(side[LABEL_TABLE]) - 1 for side in (trainer.net.state_dict(), checkpoint.model))
+    checkpoint = store.load(folder) if init_state == "all" else store.load_initial(folder)
+    sides = (trainer.net.state_dict(), checkpoint.model)
+    num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
     if init_state == "all":
         restore_weights(trainer, folder, checkpoint)
         restore_training_state(trainer, folder, checkpoint)
@@ -135,12 +154,15 @@ def restore_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint
     """
     sides = (checkpoint.model, trainer.net.state_dict(), checkpoint.ema, trainer.ema.averages)
     model, own, ema, averages = ({name: x for name, x in side.items() if name != without} for side in sides)
+    num_updates = checkpoint.state.get("ema_num_updates")
+    if type(num_updates) is not int:
+        raise UserError(f"{folder / 'state.json'}: ema_num_updates={num_updates!r:.100} is not a number of updates")
     store.check_tensors(folder / store.WEIGHTS["raw"], model, own)
     store.check_tensors(folder / store.WEIGHTS["ema"], ema, averages)
     for name, value in own.items():
         value.copy_(model[name])
     trainer.ema.load("ema", ema)
-    trainer.ema.num_updates_before = checkpoint.state["ema_num_updates"]
+    trainer.ema.num_updates_before = num_updates
 
 
 def restore_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
@@ -158,8 +180,12 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
     """
     trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
     trainer.ema.num_updates_before -= checkpoint.step
+    for name, like in trainer.ema.states().items():
+        store.check_tensors(folder / f"{name}.safetensors", getattr(checkpoint, name) or {}, like)
+    stored = checkpoint.optimizer.get("state", {})
+    state = optimizers.check_state(folder / "optimizer.pt", stored, trainer.optimizers, trainer.parameters)
     if trainer.alignment is not None:
-        if checkpoint.state["encoder_hash"] != trainer.alignment.encoder_hash:
+        if checkpoint.state.get("encoder_hash") != trainer.alignment.encoder_hash:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
@@ -167,16 +193,14 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
             value.copy_(checkpoint.projector[name])
     if checkpoint.tracked_ema is not None:
         trainer.ema.load("tracked_ema", checkpoint.tracked_ema)
-    with as_user_error(folder / "optimizer.pt"):
-        state = optimizers.check_state(checkpoint.optimizer["state"], trainer.parameters)
     optimizers.load_state(trainer.optimizers, trainer.parameters, state)
 
 
-def total_bin_sums(state: dict, batch_size: int) -> Tensor:
+def total_bin_sums(state: TrainerState, batch_size: int) -> Tensor:
     """Return the stored loss sums and counts by noise level, summed over all processes, [2, NUM_BINS].
 
     Checkpoints up to f7b5337 stored the mean over processes. Their counts show by which number to multiply, because the counts of
     all processes add up to the number of images since the last metrics line.
     """
-    bin_sums = torch.tensor(state["bin_sums"])
-    return bin_sums * (state["loss_count"] * batch_size / bin_sums[1].sum().clamp(min=1))
+    bin_sums = torch.tensor(state.bin_sums)
+    return bin_sums * (state.loss_count * batch_size / bin_sums[1].sum().clamp(min=1))

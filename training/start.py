@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 
+from checkpoints import store
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from common.files import append_line
@@ -15,21 +16,15 @@ log = logging.getLogger(__name__)
 
 
 def record_start(trainer: Trainer, run: RunFolder) -> None:
-    """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, log the settings and start wandb."""
+    """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings."""
     cfg, accelerator = trainer.cfg, trainer.accelerator
     if not accelerator.is_main_process:
         return
-    run.keep_until(trainer.step)
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
-        run.write_config(cfg.model_dump())
+        run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
         append_line(run.starts, describe_start(accelerator, trainer.step))
+    run.keep_until(trainer.step)
     log_plan(trainer, run)
-    if cfg.wandb.mode != "disabled":
-        settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
-        accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
-        # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats after a crash.
-        for tracker in accelerator.trackers:
-            tracker.tracker.define_metric("*", step_metric="step")
 
 
 def log_plan(trainer: Trainer, run: RunFolder) -> None:
@@ -46,14 +41,18 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
     every, num_lengths = cfg.checkpoint.keep_every, len(train.ema_lengths)
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
-    bytes_per_parameter = 4 * (4 + num_lengths) * num_checkpoints  # float32 weights, EMA, two moments, train.ema_lengths
-    bytes_per_parameter += 2 * num_lengths * (train.num_steps // train.ema_snapshot_every)  # float16 snapshots
-    needed, free = bytes_per_parameter * num_parameters / 1e9, shutil.disk_usage(run.path).free / 1e9
-    log.log(logging.WARNING if needed > free else logging.INFO, "disk   up to %.3g GB of checkpoints, %.3g GB free", needed, free)
+    size = 4 * (4 + num_lengths) * num_parameters / 1e9  # float32 weights, EMA, two moments, train.ema_lengths
+    snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
+    needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
+    log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
+    if needed > free + size * len(store.list_steps(run.checkpoints)):
+        words = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
+        log.warning(words, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
     if trainer.step >= train.num_steps:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
         return
     schedule = f"batch {train.batch_size}, lr {train.lr:g} ({train.schedule})"
     machine = f"{trainer.accelerator.num_processes} x {device.type}"
-    numerics = f"{train.precision}, tf32={train.tf32}, compile={resolve_compile(train.compile, device)}"
+    numerics = [train.precision, *([f"tf32={train.tf32}"] if device.type == "cuda" else [])]
+    numerics = ", ".join([*numerics, f"compile={resolve_compile(train.compile, device)}"])
     log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, numerics)

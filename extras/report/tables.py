@@ -11,6 +11,8 @@ from evaluations.suite import find_metric, format_mean, format_metric
 from extras.report.experiments import Experiment, change_words, curve_measure, differences_from
 from extras.report.runs import LOSS, UNGUIDED, Measure
 
+FRACTION = ".3f"  # the format of metrics from 0 to 1 in evaluations.suite.METRICS
+
 
 @dataclass
 class Table:
@@ -89,10 +91,18 @@ def sign_of(metric: str) -> int:
 
 
 def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
-    """Format the mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`."""
+    """Format the mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`.
+
+    Metrics from 0 to 1, such as precision, show differences instead of percentages, which would be huge for small values.
+    """
+    metric = find_metric(measure.metric)
 
     def reference_text(name: str, reference: float) -> str:
-        relative = f", {(fmean(values) - reference) / reference:+.0%}" if reference else ""
+        difference = fmean(values) - reference
+        if metric and metric.format == FRACTION:
+            relative = f", {difference:+{FRACTION}}"
+        else:
+            relative = f", {difference / reference:+.0%}" if reference else ""
         return f"{name} {format_metric(measure.metric, reference)}{relative}"
 
     references = []

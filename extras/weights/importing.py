@@ -20,7 +20,7 @@ from configs.compose import compose_overrides
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
-from extras.weights.published import read_published, read_sizes, turn_time_and_sign, without_projectors
+from extras.weights.published import read_published, read_sizes, turn_time_and_sign, with_null_row, without_projectors
 from latents.autoencoders import SD_VAE, known_scale_and_factor
 from latents.torch_files import read_channel_statistics
 
@@ -48,6 +48,7 @@ def import_weights(
     scale_factor: PositiveFloat | None = None,
     resolution: PositiveInt | None = None,
     latents_stats: Text | None = None,
+    num_classes: PositiveInt | None = None,
 ) -> None:
     """Import published weights as a run. Tensor shapes determine the sizes. Sampler settings are those of the published scores.
 
@@ -59,27 +60,35 @@ def import_weights(
         scale_factor: Factor by which latents are multiplied. The default is the autoencoder's scale factor.
         resolution: Height and width of the images in pixels. The default follows from the latent size and the autoencoder.
         latents_stats: The latents_stats.pt of the VA-VAE, or `none` to leave the channels unchanged. Required for lightningdit.
+        num_classes: Number of classes. The default comes from the file's arguments, or else is the label table's number of rows
+            without a last row for the null class. Set it for a file without arguments whose table has no null class.
 
     Raises:
-        UserError: If the folder exists, if a key is missing, or if the file cannot be read or contains another network.
+        UserError: If the folder exists, if a key is missing or contradicts the file, or if the file cannot be read or contains
+            another network or values that are not finite.
     """
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
     file = Path(source)
-    model, ema, step = read_published(file)
+    model, ema, step, stored_num_classes = read_published(file)
     if kind == "repa":
         model, ema = without_projectors(model), without_projectors(ema)
-    sizes = read_sizes(file, model, (lightningdit if kind == "lightningdit" else dit).BACKBONES)
+    backbones = (lightningdit if kind == "lightningdit" else dit).BACKBONES
+    sizes = read_sizes(file, model, backbones, num_classes or stored_num_classes)
     data = sizes["data"]
     if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
         raise UserError(f"{file} has twice as many channels out as in, which fits kind=dit and kind=sit, not kind={kind}")
     autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
-    scale, factor = ((1.0, 16) if kind == "lightningdit" else known_scale_and_factor(autoencoder)) or (None, None)
+    known = (1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scale_and_factor(autoencoder)
+    scale, factor = known or (None, None)
     if None in (scale_factor or scale, resolution or factor):
         raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which only its files tell")
     data |= {"autoencoder": autoencoder, "scale_factor": scale_factor or scale}
     data["resolution"] = resolution or factor * data["input_size"]
+    if data["resolution"] != (factor or data["resolution"] // data["input_size"]) * data["input_size"]:
+        pixels = f"{factor} pixels" if factor else "a whole number of pixels"
+        raise UserError(f"resolution={resolution}, but {file} is for {data['input_size']} latents a side, each of {pixels}")
     if kind == "lightningdit" and latents_stats is None:
         raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
     if latents_stats not in (None, "none"):
@@ -89,6 +98,7 @@ def import_weights(
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
         like = cfg.model.build(cfg.data).state_dict()
+    model, ema = (with_null_row(state, data["num_classes"]) for state in (model, ema))
     for state in (model, ema):
         store.check_tensors(file, state, like)
     config = cfg.model_dump()

@@ -23,13 +23,14 @@ MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict"
 STEP_NAMES = ("step", "steps", "train_steps")
 
 
-def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Read (model, EMA, step) from a .safetensors or torch.save file, without running code from the file. Tensors are float32.
+def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int | None]:
+    """Read (model, EMA, step, num_classes) from a .safetensors or torch.save file, without running code from the file.
 
-    If the file contains only the model or only the EMA, both results have the same weights. Without a step, the step is 0.
+    Tensors are float32. If the file contains only the model or only the EMA, both results have the same weights. Without a step,
+    the step is 0. `num_classes` is None unless the file contains its project's arguments.
 
     Raises:
-        UserError: If the file cannot be read, could run code, or contains no state dict.
+        UserError: If the file cannot be read, could run code, or contains no state dict or values that are not finite.
     """
     # Other projects store their command-line arguments next to the weights, as plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -41,7 +42,10 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
     model, ema = pick(MODEL_NAMES + EMA_NAMES), pick(EMA_NAMES + MODEL_NAMES)
     step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
-    return _plain_names(file, model), _plain_names(file, ema), step
+    arguments = content.get("args")
+    arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
+    num_classes = arguments.get("num_classes") if isinstance(arguments, dict) else None
+    return _plain_names(file, model), _plain_names(file, ema), step, num_classes if type(num_classes) is int else None
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
@@ -52,13 +56,22 @@ def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
     # Remove the prefixes of DDP, torch.compile and TREAD's preconditioning, in any order.
     while len(first := {name.partition(".")[0] for name in state}) == 1 and first < {"module", "_orig_mod", "model"}:
         state = {name.partition(".")[2]: value for name, value in state.items()}
+    if broken := [name for name, value in state.items() if not value.isfinite().all()]:
+        raise UserError(f"{file}: {broken[0]} holds NaN or infinite values")
     return {name: value.float() for name, value in state.items()}
 
 
-def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, dict]:
+def read_sizes(
+    file: Path, state: dict[str, Tensor], backbones: Mapping[str, tuple[int, int, int, int]], num_classes: int | None
+) -> dict[str, dict]:
     """Infer values of model.* and data.* from tensor shapes. The caller must check that all tensors fit these values.
 
-    `backbones` maps names to (depth, width, heads, patch size). Raises UserError if the network is not among `backbones`.
+    Args:
+        backbones: (depth, width, heads, patch size) by name.
+        num_classes: Number of classes, if it is known. Otherwise, the last of several rows of the label table is the null class.
+
+    Raises:
+        UserError: If the network is not among `backbones`, or if `num_classes` contradicts the label table.
     """
     try:
         width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
@@ -71,11 +84,20 @@ def read_sizes(file: Path, state: dict[str, Tensor], backbones: Mapping[str, tup
     if (depth, width, patch_size) not in names:
         known = ", ".join(f"{d} x {w} / {p}" for d, w, p in names)
         raise UserError(f"{file} has blocks x width / patch {depth} x {width} / {patch_size}; this kind= has {known}")
-    size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels}
-    return {
-        "model": {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2},
-        "data": size | {"num_classes": num_labels - 1},  # the last row of the label table is the null class
-    }
+    num_classes = max(num_labels - 1, 1) if num_classes is None else num_classes
+    if num_labels - num_classes not in (0, 1):
+        words = f"{file} has a label table of {num_labels} rows, which fits num_classes={max(num_labels - 1, 1)} or {num_labels}"
+        raise UserError(f"{words}, not {num_classes}")
+    size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels, "num_classes": num_classes}
+    model = {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2}
+    # Networks that were trained without class dropout, and so without guidance, have no row for the null class.
+    return {"model": model | ({"class_dropout": 0.0} if num_labels == num_classes else {}), "data": size}
+
+
+def with_null_row(state: dict[str, Tensor], num_classes: int) -> dict[str, Tensor]:
+    """Append the mean of all classes to a label table without a null class, as a start for training with class dropout."""
+    table = state[name := "y_embedder.embedding_table.weight"]
+    return state if len(table) > num_classes else state | {name: torch.cat([table, table.mean(dim=0, keepdim=True)])}
 
 
 def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:

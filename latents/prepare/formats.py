@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes
+from common.files import hash_bytes, regular_file
 from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
 from latents.prepare.images import read_dataset_json, to_jpeg
@@ -140,13 +140,13 @@ class FastDiTFolder(LatentSource):
         labels = features.with_name(f"{features.name.removesuffix('_features')}_labels")
         names = {file.name for folder in (features, labels) for file in folder.glob("*.npy")}
         names = sorted(names, key=lambda name: int(Path(name).stem))  # sort numerically, so that 2 comes before 10
-        parts = [(features / name, np.load(labels / name)) for name in names]
+        parts = [(features / name, np.load(regular_file(labels / name))) for name in names]
         self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
 
     def _load(self, number: int) -> list[np.ndarray]:
         file, row = self.items[number]
-        return [np.load(file, mmap_mode="r")[row]]
+        return [np.load(regular_file(file), mmap_mode="r")[row]]
 
 
 class REPAFolder(LatentSource):
@@ -165,7 +165,9 @@ class REPAFolder(LatentSource):
         self.items, self.labels = read_dataset_json(self.root)
 
     def _load(self, number: int) -> list[np.ndarray]:
-        mean, std = np.split(np.load(io.BytesIO((self.root / self.items[number]).read_bytes())), 2)
+        file = self.root / self.items[number]
+        content = (regular_file(file) if isinstance(file, Path) else file).read_bytes()
+        mean, std = np.split(np.load(io.BytesIO(content)), 2)
         if (std < 0).any():
             raise ValueError("there are negative standard deviations")
         return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # clamp log-variances at -30
@@ -202,7 +204,7 @@ class LightningDiTFolder(LatentSource):
     def _open(self) -> None:
         self.items, labels = [], []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
-            with as_user_error(file), safe_open(file, framework="pt") as f:
+            with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
                 if "about" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
                 labels.append(f.get_tensor("labels").numpy())
