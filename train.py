@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from signal import SIGINT
 
 from common.errors import UserError

@@ -85,27 +85,6 @@ def test_a_checkpoint_that_counts_its_parameters_resumes_exactly(runs, tmp_path)
     assert_same_end(run, runs / "adamw")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda state: state.pop("blocks.1.attn.qkv.bias"), "it has no state of blocks.1.attn.qkv.bias"),
-        (lambda state: state.update({"extra": {}}), "it has a state of extra, which this network does not train"),
-        (
-            lambda state: state["blocks.1.attn.qkv.bias"].update(exp_avg=torch.zeros(3)),
-            r"exp_avg of blocks.1.attn.qkv.bias is \[3\] in the file and \[288\] here",
-        ),
-    ],
-)
-def test_a_state_that_does_not_fit_the_parameters_is_refused(runs, tmp_path, change, words):
-    _, folder = cut_at_3(runs, tmp_path, "adamw")
-    stored = torch.load(folder / "optimizer.pt")
-    change(stored["state"])
-    torch.save(stored, folder / "optimizer.pt")
-    renew_manifest(folder)
-    with pytest.raises(UserError, match=f"optimizer.pt cannot be read: {words}"):
-        run_train(tmp_path, "adamw", *ARGUMENTS)
-
-
 def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs):
     folder = runs / "adamw" / "checkpoints" / store.folder_name(3)
     stored = load_config(folder).model_copy(update={"init_state": "all"})

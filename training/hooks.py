@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from accelerate import Accelerator
 from torch import Tensor
 
 from checkpoints import store
