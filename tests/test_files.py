@@ -145,7 +145,7 @@ def test_a_pipe_under_the_name_of_a_file_is_an_error_and_no_wait(name, tmp_path)
         "a.safetensors": lambda: LatentDataset(tmp_path),
         ".lock": lambda: files.lock_file(file, "training in", "name"),
     }
-    with within_a_second(), pytest.raises(UserError, match=f"^{file} is not a regular file$"):
+    with within_a_second(), pytest.raises(UserError, match=f"^{file} is not a regular file, or the link is broken$"):
         readers[name]()
 
 
@@ -241,17 +241,17 @@ def test_lines_that_hold_no_json_object_are_skipped(tmp_path, caplog):
 def test_a_shard_without_channels_and_a_manifest_of_other_types_are_named(tmp_path):
     tensors = {"latents": torch.zeros(2, 0, 8, 8), "labels": torch.zeros(2, dtype=torch.int64)}
     save_file(tensors, tmp_path / "a.safetensors", ABOUT)
-    with pytest.raises(UserError, match="a.safetensors holds .*; a latent shard needs at least one channel"):
+    with pytest.raises(UserError, match="a.safetensors holds .*; a latent shard needs latents .* with C, H and W above 0"):
         LatentDataset(tmp_path)
     for content, words in (
-        ({"shards": [1], "settings": {}}, "shards: "),
-        ({"shards": {"a": 1}, "settings": {}}, "shards.a: "),
-        ({"shards": {}, "settings": 3}, "settings: "),
-        ({"shards": {}, "settings": {}, "class_names": 3}, "class_names: "),
-        ([], ""),
+        ({"shards": [1], "settings": {}}, "shards: Input should"),
+        ({"shards": {"a": 1}, "settings": {}}, "shards.a: Input should"),
+        ({"shards": {}, "settings": 3}, "settings: Input should"),
+        ({"shards": {}, "settings": {}, "class_names": 3}, "class_names: Input should"),
+        ([], "shards: Field required"),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({words}Input should"):
+        with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({words}"):
             LatentDataset(tmp_path)
 
 
@@ -261,7 +261,7 @@ ABOUT = {"about": json.dumps(dict(kind="sample", scale_factor=1.0, autoencoder="
 def test_a_dangling_link_among_the_images_of_a_reference_is_named_before_any_work(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to("missing.png")
-    with pytest.raises(UserError, match="b.png cannot be read: FileNotFoundError"):
+    with pytest.raises(UserError, match="b.png cannot be read: it is not a regular file, or the link is broken"):
         open_images(tmp_path, crop=8).quick_fingerprint()
 
 
@@ -274,7 +274,7 @@ def test_a_deep_tree_of_folders_is_listed_or_refused_at_once(tmp_path):
             os.chdir("d1234")
     finally:
         os.chdir(here)
-    with within_a_second(), pytest.raises(UserError, match="d1234 cannot be read: File name too long"):
+    with within_a_second(), pytest.raises(UserError, match="cannot be read: File name too long"):
         list_images(tmp_path)
 
 

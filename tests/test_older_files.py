@@ -74,7 +74,8 @@ def test_shards_hold_the_pictures_and_encoding_them_again_writes_nothing():
     forget_accelerate()
     arguments = "images=pictures output=latents autoencoder=identity kind=sample grey=true resolution=8 shard_size=16"
     prepare_latents.main(["encode", *arguments.split(), "sigma_data=0.5"])
-    assert contents() == before
+    after, manifest = contents(), "latents/manifest.json"
+    assert json.loads(after.pop(manifest)).items() >= json.loads(before.pop(manifest)).items() and after == before
 
 
 def test_a_checkpoint_is_resumed_as_if_the_run_had_not_stopped():
@@ -150,20 +151,30 @@ def test_missing_images_are_added_to_a_folder_and_equal_the_older_ones(folder):
     pixels = np.asarray(Image.open(first)).astype(int)
     first.unlink()
     run_sample(f"checkpoint={RUN}", "num_steps=4", "cpu_threads=1", *command)
-    after = contents(folder)
+    after, added = contents(folder), min(folder.glob("seed_000000_*.png"))
+    assert added.name.startswith(first.stem)  # this version appends the name of the class
     assert len(after) == len(before) + 1 and {*folder.parent.iterdir()} == folders
     assert all(after[name] == blob for name, blob in before.items() if name != str(first))
-    assert np.abs(np.asarray(Image.open(first)) - pixels).max() <= 1  # other CPUs round differently
+    assert np.abs(np.asarray(Image.open(added)) - pixels).max() <= 1  # other CPUs round differently
 
 
 def test_finished_results_are_not_computed_again(caplog):
     before = contents()
     caplog.set_level("INFO")
     run_fid(f"checkpoint={RUN}", "num_samples=20", "num_steps=4", "guidance=cfg", "cfg_scale=[1.0,2.0]", "cpu_threads=1")
-    assert "0 of 2 evaluations to do" in caplog.text
+    assert "0 of 2 evaluations to do" in caplog.text and contents() == before
+
+
+def test_results_of_images_on_disk_are_computed_again_in_the_new_order_beside_the_older_ones(caplog):
+    caplog.set_level("INFO")
+    results = Path("evaluated/results.jsonl")
+    older = results.read_text()
     images = ["images=generated/guided/samples_0-3.npz", "reference=reference.npz", "evaluation.detector=digits"]
-    run_fid(*images, "output=evaluated", "cpu_threads=1")
-    assert "0 of 1 evaluations to do" in caplog.text and contents() == before
+    for number in (1, 0):
+        caplog.clear()
+        run_fid(*images, "output=evaluated", "cpu_threads=1")
+        assert f"{number} of 1 evaluations to do" in caplog.text
+        assert results.read_text().startswith(older) and results.read_text().count("\n") == older.count("\n") + 1
 
 
 def test_the_report_shows_the_figures_of_training_and_of_fid(capsys):
