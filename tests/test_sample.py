@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import checked, renew_manifest, run_sample, run_train
+from conftest import checked, encode, renew_manifest, run_sample, run_train
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,7 @@ from runtime.compilation import compile_network
 from sampling.flops import forward_flops
 from sampling.recipe import guidance_settings
 from sampling.sampler import ImageSampler
+from training import hooks
 from training.ema import EMA
 
 FEW = ["num_steps=3", "cpu_threads=1"]
@@ -170,6 +171,57 @@ def test_the_npz_has_adms_format(sample, tmp_path):
     assert list(images) == [f"seed_{seed:06d}_class_{label:03d}.png" for seed, label in enumerate([3, 7, 3, 7, 3])]
 
 
+@pytest.fixture(scope="module")
+def named(runs, tmp_path_factory):
+    """Fixture: a run whose latents have class names."""
+    folder = tmp_path_factory.mktemp("named")
+    rng = np.random.default_rng(0)
+    for name in ("black, white", "color", "red"):
+        (folder / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / "images" / name / f"{i}.png")
+    encode(folder / "images", folder / "latents", "identity", "resolution=8")
+    settings = ["model.backbone=DiT-XS/4", "train.num_steps=2", "sample.every=2", "sample.num_samples=3"]
+    with pytest.MonkeyPatch.context() as patch:
+        captions = []
+        patch.setattr(hooks, "labelled_grid", lambda images, texts: captions.append(texts) or labelled_grid(images, texts))
+        run = run_train(folder, "run", "data=custom", f"data.path={folder / 'latents'}", *settings)
+    assert captions == [["0 black, white", "1 color", "2 red"]] * len(captions) and captions
+    return run
+
+
+def test_class_names_are_in_file_names_and_grids_and_choose_classes(named, sample, tmp_path, monkeypatch):
+    captions, grid = [], labelled_grid
+    monkeypatch.setattr("sample.labelled_grid", lambda images, texts: captions.append(texts) or grid(images, texts))
+    images = sample("out", "seeds=0-3", "classes=[color,0]", checkpoint=named)
+    assert list(images) == [f"seed_{i:06d}_class_{('001_color', '000_black-white')[i % 2]}.png" for i in range(4)]
+    assert captions == [["1 color", "0 black, white"] * 2]
+    for name, message in (("colour", "no class has the name 'colour'; nearest: color"), ("[1,color]", "by number and by name")):
+        with pytest.raises(UserError, match=message):
+            sample("other", "seeds=0-3", f"classes={name}", checkpoint=named)
+    with pytest.raises(UserError, match="checkpoint: .*latents holds latents, not a checkpoint; give the folder of a run"):
+        sample("other", "seeds=0-3", checkpoint=named.parent / "latents")
+    for file in (tmp_path / "out").glob("seed_*"):  # as earlier versions named the files
+        file.rename(file.with_name(re.sub(r"(class_[0-9]+).*", r"\1.png", file.name)))
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("seed_*")}
+    assert list(sample("out", "seeds=0-3", "classes=[1,0]", checkpoint=named)) == sorted(before)
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("seed_*")} == before
+
+
+def test_classes_by_name_need_latents_with_names(sample):
+    with pytest.raises(UserError, match="classes: color is a name, but the latents at data.path=.* have no class names"):
+        sample("out", "seeds=0-3", "classes=color")
+
+
+def test_seeds_that_draw_few_of_the_classes_are_said(sample, caplog):
+    images = sample("out", "seeds=[0,10,20,30]", "classes=0-9")
+    assert [name[-7:-4] for name in images] == ["000"] * 4
+    assert "4 seeds draw only 1 of 10 classes, because seed i uses entry i mod 10 of classes= (seed 0: class 0, " in caplog.text
+    caplog.clear()
+    sample("even", "seeds=0-3", "classes=0-9")
+    assert "seeds draw only" not in caplog.text
+
+
 def test_interrupted_sampling_continues_with_the_missing_seeds(sample, tmp_path):
     before = sample("out", "seeds=0-4")
     names = sorted(before)
@@ -207,6 +259,7 @@ def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
         (["classes=[3,10]"], "class 10 .*0 to 9"),
         (["seeds=5-"], "seeds: '5-'"),
         (["checkpoint=null"], "checkpoint is not set"),
+        (["checkpoint=latents/digits.safetensors"], "digits.safetensors is not the folder of a run"),
         (["seeds=0-3", "num_samples=4"], "seeds= and num_samples=4"),
     ],
 )
@@ -225,6 +278,9 @@ def test_grids_show_every_image_with_its_label():
     assert centres == [[200] * 3] * 3 + [[255] * 3]
     captions = [pixels[4 + r * 82 : 4 + r * 82 + 14, 4 + c * 68 : 40 + c * 68] for r, c in tiles]
     assert [bool((caption < 128).any()) for caption in captions] == [True, True, True, False]
+    white = [np.full((8, 8, 3), 255, dtype=np.uint8)] * 2
+    wide = np.asarray(labelled_grid(white, [f"{'long name ' * 9}", "字"]))
+    assert (wide[4:18, 4:68] < 128).any() and (wide[4:18, 68:72] == 255).all()  # the caption ends with its image
 
 
 def test_nan_from_the_network_and_a_damaged_settings_file_are_reported(runs, sample, tmp_path):
