@@ -5,11 +5,13 @@ one per start. Needs Linux.
 """
 
 import errno
+import os
 import re
 import shutil
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,8 +127,8 @@ def test_a_command_that_is_killed_repeatedly_leaves_the_files_of_an_undisturbed_
 
 FULL = {
     "train": {
-        r"\S*/\.lock": "run", r"open \S*config\.yaml": "config.yaml", "open run/metrics": "run",
-        "open run/starts": "starts.jsonl",
+        r"\S*/\.lock": "run", "mkdir run/samples": "run/samples", r"open \S*config\.yaml": "config.yaml",
+        "open run/metrics": "run", "open run/starts": "starts.jsonl",
         r"open \S*optimizer\.pt": "step_", r"open \S*state\.json": "step_", r"open \S*samples/": "samples/step_",
     },
     "sample": {r"open \S*settings": "settings.yaml", r"open \S*seed_000002": "seed_000002", r"open \S*npz": "samples_0-3.npz"},
@@ -184,6 +186,29 @@ def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, 
     for outcome in launch(tmp_path, arguments, 2, dict.fromkeys(ranks, before)):
         outcome.expect_code(0)
     assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree one step after the signal
+
+
+def kill_wandb():
+    """Kill the service of wandb, which is a child of this process."""
+    services = [
+        int(pid)
+        for children in Path("/proc/self/task").glob("*/children")
+        for pid in children.read_text().split()
+        if b"wandb" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert services
+    for pid in services:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_outlives_the_service_of_wandb(undisturbed, tmp_path):
+    arguments, reference = undisturbed("train")
+    outcome = run(tmp_path / "out", [*arguments, "wandb.mode=offline"], partial(at_call, kill_wandb, STEP, 2))
+    outcome.expect_code(0)
+    assert outcome.happened() and outcome.output.count("Weights & Biases failed") == 1, outcome.output
+    ours = contents(tmp_path / "out")
+    for name in ("run/metrics.jsonl", "run/checkpoints/step_0000006/optimizer.pt", "run/samples/step_0000006.png"):
+        assert ours[name] == reference[name], name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
