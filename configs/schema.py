@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     create_model,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -247,6 +248,14 @@ class Eval(Settings):
     batch_size: PositiveInt
     precision: Precision
     validation: Text | None
+    guidance: Guidance = Disabled(name="none")
+
+    @field_validator("guidance", mode="before")
+    @classmethod
+    def _check_guidance_is_a_group(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError(f"{value} is the name of a group of keys; use guidance@eval.guidance={value}")
+        return value
 
 
 class EvaluationSettings(Settings):

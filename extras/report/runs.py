@@ -17,7 +17,7 @@ from checkpoints import store
 from common.errors import UserError, as_user_error
 from common.files import read_lines
 from configs.settings import flatten
-from evaluations.results import in_words
+from evaluations.results import guidance_fields, in_words
 
 UNGUIDED = "none"
 NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "train.num_steps", "train.batch_size"}
@@ -78,7 +78,7 @@ class Run:
 
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add finite figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
-        guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
+        guidance = guidance_fields(settings)
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
         others = {key: value for key, value in others.items() if value not in (None, DEFAULTS.get(key))}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
-            point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
+            point = {**guidance_fields(line), **line.get("settings", {})}
             run.add(line["step"], line["metrics"], line["num_samples"], point)
         elif "loss" in line:
             run.speeds[line["step"]] = line["steps_per_sec"]
