@@ -207,6 +207,7 @@ class Train(Settings):
     weight_decay: NonNegativeFloat
     grad_clip_norm: PositiveFloat | None
     ema_decay: Fraction | None
+    ema_schedule: Literal["warmup", "constant"] = "warmup"
     ema_lengths: list[EMALength]
     ema_snapshot_every: PositiveInt | None
     precision: Precision
@@ -396,7 +397,9 @@ class Role(Enum):
         "model.backbone", "model.learn_sigma", "diffusion.name", "diffusion.sigma_data", "data.scale_factor", "data.latents_mean",
         "data.latents_std", "data.in_channels", "data.input_size", "data.num_classes",
     )  # fmt: skip
-    FIXED = ("seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size")  # is fixed at the start
+    FIXED = (  # is fixed at the start
+        "seed", "init_from", "init_state", "model", "diffusion", "alignment", "train.batch_size", "train.ema_schedule",
+    )  # fmt: skip
     FIXED_NO_EFFECT = ("train.ema_lengths",)  # is fixed at the start, but does not affect the figures of the run
     CHANGE_LOGGED = (  # may change on a resume, which logs the change; it distinguishes experiments
         "train.lr", "train.warmup_steps", "train.schedule", "train.betas", "train.weight_decay", "train.grad_clip_norm",

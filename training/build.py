@@ -80,10 +80,10 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
-        return EMA(net, train.ema_decay)
+        return EMA(net, train.ema_decay, train.ema_schedule)
     from extras import tracked_ema  # imported only for train.ema_lengths
 
-    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
+    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_schedule, train.ema_lengths)
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from common.errors import UserError, as_user_error
 from common.files import read_lines
+from configs.schema import Train
 from configs.settings import flatten
 from evaluations.results import guidance_fields, in_words
 
@@ -24,6 +25,8 @@ NEEDED = {"experiment", "seed", "output_dir", "data.name", "model.routes", "trai
 # Settings in fid.py results that `Measure.settings` always omits, and settings that it omits at their default values.
 OMITTED = ("checkpoint", "content", "num_samples", "detector")
 DEFAULTS = {"labels": "random", "first_seed": 0}
+# Values of train.* keys that are newer than some runs.
+NEWER = {f"train.{name}": field.default for name, field in Train.model_fields.items() if not field.is_required()}
 
 
 class Measure(NamedTuple):
@@ -118,6 +121,7 @@ def read_run(path: Path) -> Run:
     config = flatten(stored) if isinstance(stored, dict) else {}
     if missing := NEEDED - config.keys():
         raise UserError(f"it is not a configuration of train.py: it has no {', '.join(sorted(missing))}")
+    config = NEWER | config
     run = Run(path, config, config.pop("experiment") or {}, list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
