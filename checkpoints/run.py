@@ -48,7 +48,7 @@ class EvaluationLine(BaseModel, strict=True):
 
     step: NonNegativeInt
     num_samples: NonNegativeInt
-    cfg_scale: FiniteFloat
+    cfg_scale: FiniteFloat | None = None  # other guidance has `guidance` and its settings instead
     metrics: dict[str, FiniteFloat]
     settings: dict[str, Any] = {}
 

@@ -21,8 +21,12 @@ class Row:
     paper: dict[str, float] = field(default_factory=dict)  # the paper's unguided figures by metric
     differs: str | None = None  # differences from the paper's protocol that docs/faithfulness.md does not list
     baseline: str | None = None  # name of the dense row that this row is compared with
-    paper_guided: dict[str, float] = field(default_factory=dict)  # the paper's guided figures by metric
+    paper_guided: dict[str, float] = field(default_factory=dict)  # the paper's figures with guidance=cfg
     num_samples: int = 50_000  # number of samples behind the paper's figures
+    # The paper's figures with other guidance, by the arguments of fid.py that select the guidance, without its scale.
+    paper_by_guidance: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Name of the row whose run has this row's last checkpoint, at the same step. Whoever trains that row need not train this one.
+    checkpoint_of: str | None = None
 
 
 # Arguments that several rows share.
@@ -30,9 +34,11 @@ DENSE = "model=dit"
 TREAD = "model=tread"  # half of the tokens skip blocks 2 to depth - 4
 B, XL = "model.backbone=DiT-B/2", "model.backbone=DiT-XL/2"
 # Evaluations of 5,000 samples show when a routed run matches the dense run. The last evaluation uses 50,000, as in the paper.
+# The EMA has a constant decay and samples in bfloat16, as in the official code of TREAD.
 IMAGENET_256 = """
     data=imagenet256 data.path=data/imagenet256 evaluation.reference=references/VIRTUAL_imagenet256_labeled.npz
-    train.num_steps=400000 train.batch_size=256 train.lr=1e-4 train.ema_decay=0.9999 train.precision=bf16
+    train.num_steps=400000 train.batch_size=256 train.lr=1e-4 train.ema_decay=0.9999 train.ema_schedule=constant
+    train.precision=bf16 sample.precision=bf16 eval.precision=bf16
     eval.every=50000 eval.num_samples=5000 eval.final_num_samples=50000 eval.cfg_scales=[1.0]
 """
 IMAGENET_512 = f"""{IMAGENET_256}
@@ -90,16 +96,18 @@ for size, *fids in (
 
 # DiT-B/2. The keys are the percentages of tokens that skip the route, and the values are FIDs.
 about = ("Selection rate", "TREAD, ablation of the selection rate")
-add("selection_rate/0", *about, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT)
+add("selection_rate/0", *about, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT, checkpoint_of="table2/dit_b2")
 for rate, fid in {25: 26.50, 50: 21.34, 75: 49.29}.items():
     arguments = f"{IMAGENET_256} {B} {route(rate / 100, 2, -4)}"
-    add(f"selection_rate/{rate}", *about, arguments, {"fid": fid}, baseline="selection_rate/0")
+    same = "table2/dit_b2_tread" if rate == 50 else None
+    add(f"selection_rate/{rate}", *about, arguments, {"fid": fid}, baseline="selection_rate/0", checkpoint_of=same)
 
 # DiT-XL/2. Row `relative` scales the route with the depth B (B/6 to 2B/3). Row `absolute` routes from block 2 to block B - 4.
 about = ("Location scaling", "TREAD, ablation of the location's scaling")
-rounded = "B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks are rounded down: 4 to 18"
+rounded = "the paper does not say how it rounds B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks; here down, to 4 and 18"
 add("location/relative", *about, f"{IMAGENET_256} {XL} {route(0.5, 4, 18)}", {"fid": 18.81}, rounded, "table2/dit_xl2")
-add("location/absolute", *about, f"{IMAGENET_256} {XL} {route(0.5, 2, -4)}", {"fid": 7.38}, None, "table2/dit_xl2")
+absolute = f"{IMAGENET_256} {XL} {route(0.5, 2, -4)}"
+add("location/absolute", *about, absolute, {"fid": 7.38}, None, "table2/dit_xl2", checkpoint_of="table2/dit_xl2_tread")
 
 # The keys are the first and last block that half of the tokens skip. The values are FID changes from the dense DiT-B/2.
 PLACEMENTS = {
@@ -110,21 +118,26 @@ table, source, dense = "Route placement", "TREAD, ablation of the route's placem
 differs = "the paper trains these rows for less than 400K iterations and does not say for how many: 300K is a guess; "
 differs += "compare changes against the baseline, not the figures themselves"
 base = f"{IMAGENET_256} {B} train.num_steps=300000"
-add("placement/baseline", table, source, f"{base} {DENSE}", {"fid": dense}, differs)
+add("placement/baseline", table, source, f"{base} {DENSE}", {"fid": dense}, differs, checkpoint_of="table2/dit_b2")
 for (start, end), change in PLACEMENTS.items():
     about = (table, f"{source} ({dense} {change:+.2f})", f"{base} {route(0.5, start, end)}", {"fid": round(dense + change, 2)})
-    add(f"placement/{start}_{end}", *about, differs, "placement/baseline")
+    same = "table2/dit_b2_tread" if (start, end) == (2, 8) else None
+    add(f"placement/{start}_{end}", *about, differs, "placement/baseline", checkpoint_of=same)
 
 about = ("ImageNet-512", "TREAD, ImageNet-512 (FID of 10,000 samples)")
 add_pair("imagenet512/dit_b2", *about, f"{IMAGENET_512} {B}", (62.8, 40.9), num_samples=10_000)
 
 # Long DiT-XL/2 runs. The paper's rows (F), called `finetune` here, train a routed run without routes for 60 more epochs.
-# Each row lists epochs, arguments, differences, and FID, sFID, Inception Score, precision and recall (unguided, then guided).
+# Each row lists epochs, arguments, differences, and the figures (unguided, then guided) in the order of METRICS.
+# TREAD gives no learning rate for fine-tuning. Its authors' later paper (arXiv 2601.01608) uses 1e-5 with batches of 256.
+METRICS = ("fid", "sfid", "inception_score", "precision", "recall")
 epoch = "an epoch counted as 5,000 steps of 256 images (1,281,167 / 256 = 5,004.6)"
 ddpm = f"the figure is DiT's (arXiv 2212.09748): DDPM, learned variances, cfg 1.5 on three channels; here EDM; {epoch}"
-tuned = f"rows (F): 60 epochs are the difference between this row's and its routed run's; {epoch}; the paper's guidance "
-tuned += "scale (and its interval) is not known here: sweep it with fid.py and compare the best"
-start = f"{DENSE} init_from=${{output_dir}}/final_xl2_tread_"
+tuned = f"rows (F): 60 epochs are the difference between this row's and its routed run's; {epoch}; the learning rate is that of "
+tuned += "arXiv 2601.01608, by the same authors; the guidance scale (and its interval) is not known here: sweep it with fid.py "
+tuned += "and compare the best"
+start = f"{DENSE} train.lr=1e-5 init_from=${{output_dir}}/final_xl2_tread_"
+SAME_RUN = {"tread_160": "final/xl2_tread_680", "tread_finetune_740_interval": "final/xl2_tread_finetune_740"}
 FINAL = {
     "dit": (1400, DENSE, ddpm, (9.62, 6.85, 121.50, 0.67, 0.67), (2.27, 4.60, 278.24, 0.83, 0.57)),
     "tread_160": (160, TREAD, epoch, (4.96, 6.83, 192.49, 0.79, 0.54), ()),
@@ -137,8 +150,33 @@ about = ("Final comparison", "TREAD, final comparison")
 base = f"{IMAGENET_256} {XL} eval.every=100000 checkpoint.keep_every=400000"
 for name, (epochs, own, differs, *figures) in FINAL.items():
     arguments, baseline = f"{base} {own} train.num_steps={5_000 * epochs}", None if name == "dit" else "final/xl2_dit"
-    paper, guided = (dict(zip(("fid", "sfid", "inception_score", "precision", "recall"), values)) for values in figures)
-    add(f"final/xl2_{name}", *about, arguments, paper, differs, baseline, guided)
+    paper, guided = (dict(zip(METRICS, values)) for values in figures)
+    guided = {"paper_by_guidance": {"guidance=interval": guided}} if "interval" in name else {"paper_guided": guided}
+    add(f"final/xl2_{name}", *about, arguments, paper, differs, baseline, checkpoint_of=SAME_RUN.get(name), **guided)
+
+# Sparse guidance, by TREAD's authors. docs/sample_and_evaluate.md has the commands of fid.py, which search the weight w. SG_FLOPS
+# is one network. In SG_FID, the weak branch is the checkpoint of step 50,000. The figures with cfg are those of the best scale.
+about = ("Sparse guidance", "Guiding Token-Sparse Diffusion Models (arXiv 2601.01608)")
+SG_FLOPS = "guidance=sparse guidance.r_strong=0.5 guidance.r_weak=0.9"
+SG_FID = "guidance=sparse guidance.r_strong=0.0 guidance.r_strong_last=0.6 guidance.r_weak=0.6 guidance.r_weak_last=0.0"
+SG_FID += " guidance.checkpoint=step_0050000"
+differs = f"w is not published: search it; {epoch}; the distribution of t and the precision of sampling are not stated, here "
+differs += "uniform and bf16"
+unguided = "; its unguided 4.89 is also what TREAD's Table 2 has for 400K steps"
+base = f"""{IMAGENET_256} {XL} {TREAD} diffusion=sit diffusion.sampler.solver=euler checkpoint.keep_every=50000
+    eval.every=100000 eval.cfg_scales=[1.0,1.5] guidance@eval.guidance=sparse eval.guidance.r_strong=0.5 eval.guidance.r_weak=0.9
+"""
+add(
+    "sparse_guidance/sit_xl2_tread", *about, f"{base} train.num_steps=2000000", {"fid": 4.89}, differs + unguided,
+    paper_guided=dict(zip(METRICS, (2.57, 4.99, 275.26, 0.82, 0.57))),
+    paper_by_guidance={SG_FLOPS: {"fid": 2.14}, SG_FID: dict(zip(METRICS, (1.58, 4.45, 249.70, 0.80, 0.63)))},
+)  # fmt: skip
+add(
+    "sparse_guidance/sit_xl2_tread_160", *about, f"{base} train.num_steps=800000", {}, differs,
+    paper_guided=dict(zip(METRICS, (2.95, 4.84, 233.3, 0.82, 0.56))),
+    paper_by_guidance={SG_FID: dict(zip(METRICS, (2.07, 3.98, 223.4, 0.80, 0.58)))},
+    checkpoint_of="sparse_guidance/sit_xl2_tread",
+)  # fmt: skip
 
 # Images of 32x32 pixels need no autoencoder. A patch size of 2 gives 256 tokens, as in the paper. A patch size of 4 gives 64.
 FASHION_DIFFERS = "a small classifier, not Inception; pixels, not latents; ${train.num_steps} steps of ${train.batch_size} images"

@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     create_model,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -232,6 +233,7 @@ class Train(Settings):
     weight_decay: Logged[NonNegativeFloat]
     grad_clip_norm: Logged[PositiveFloat | None]
     ema_decay: Logged[Fraction | None]
+    ema_schedule: SameRun[Literal["warmup", "constant"]] = "warmup"
     ema_lengths: Annotated[list[EMALength], Role(("resume", "init_state=all"))]
     ema_snapshot_every: Free[PositiveInt | None]
     precision: Logged[Precision]
@@ -273,6 +275,14 @@ class Eval(Settings):
     batch_size: Free[PositiveInt]
     precision: Compared[Precision]
     validation: Free[Text | None]
+    guidance: Free[Guidance] = Disabled(name="none")
+
+    @field_validator("guidance", mode="before")
+    @classmethod
+    def _check_guidance_is_a_group(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError(f"{value} is the name of a group of keys; use guidance@eval.guidance={value}")
+        return value
 
 
 class EvaluationSettings(Settings):

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,6 +161,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """Format a Markdown table that ends with a newline. Vertical bars in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def guidance_fields(line: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries of a result that `sampling.recipe.guidance_settings` wrote."""
+    return {key: value for key, value in line.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
 
 
 def in_words(settings: dict) -> str:

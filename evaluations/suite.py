@@ -131,10 +131,10 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
     return values
 
 
-def display_name(metric: str, num_samples: int, cfg_scale: float | None = None) -> str:
-    """Append the sample count and guidance scale to a metric name, as in `fid50k/cfg1.5`, or `fd_dinov2_5k` after a digit."""
+def display_name(metric: str, num_samples: int) -> str:
+    """Append the sample count to a metric name, as in `fid50k`, or `fd_dinov2_5k` after a digit."""
     count = f"{num_samples // 1000}k" if num_samples % 1000 == 0 else str(num_samples)
-    return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}" + ("" if cfg_scale is None else f"/cfg{float(cfg_scale)}")
+    return f"{metric}{'_' if metric[-1].isdigit() else ''}{count}"
 
 
 def format_metric(metric: str, value: float) -> str:

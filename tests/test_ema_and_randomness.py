@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from conftest import renew_manifest, weights
 from scipy.stats import norm
 
+from common.errors import UserError
 from common.randomness import SeedRandom
 from sampling.sampler import draw_labels
 from training.ema import EMA
@@ -27,6 +29,57 @@ def test_the_ema_follows_a_loop_by_hand(num_updates_before):
         assert torch.allclose(ema.net.weight.double(), expected, atol=1e-5), step
     assert torch.equal(ema.net.bias, fixed)
     assert not ema.net.training and not any(p.requires_grad for p in ema.net.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_constant_ema_equals_the_update_of_the_official_trainers_over_500_steps(dtype):
+    """The update is ema = 0.9999 ema + 0.0001 weights, from a copy of the initial weights. Our averages are float32."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 4))
+    ema, optimizer = EMA(net, 0.9999, "constant"), torch.optim.AdamW(net.parameters(), lr=1e-2)
+    initial = [p.detach().clone() for p in net.parameters()]
+    official = [p.to(dtype, copy=True) for p in initial]
+    for step in range(500):
+        loss = (net(torch.randn(16, 8)) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ema.update(step)
+        for average, p in zip(official, net.parameters()):
+            average.mul_(0.9999).add_(p.detach().to(dtype), alpha=1 - 0.9999)
+    for own, average, first in zip(ema.averages.values(), official, initial):
+        assert (own - average).abs().max() < 1e-5  # 500 steps round weights below 0.4 by at most 2^-24 of their value each
+        assert (average - first).abs().max() > 1e-3
+    # After 500 updates, the initial weights have a share of 0.9999^500 = 95%. With the warm-up, they have almost none.
+    warm = EMA(net, 0.9999)
+    warm.averages["0.weight"].fill_(1.0)
+    net[0].weight.detach().zero_()
+    for step in range(500):
+        warm.update(step)
+    assert warm.averages["0.weight"].max() < 1e-9
+
+
+def test_a_run_has_the_ema_schedule_of_its_configuration(train):
+    settings = ["train.num_steps=1", "train.ema_decay=0.75", "train.lr=1e-2"]
+    warm, constant = train("warm", *settings), train("constant", *settings, "train.ema_schedule=constant")
+    for name, trained in weights(warm, 1).items():
+        assert torch.equal(trained, weights(constant, 1)[name])
+        initial = 10 * weights(warm, 1, "ema")[name] - 9 * trained  # the warm-up's first decay is 1/10
+        assert torch.allclose(weights(constant, 1, "ema")[name], 0.75 * initial + 0.25 * trained, atol=1e-5), name
+
+
+def test_a_run_of_an_earlier_version_resumes_with_its_warm_up_and_refuses_another_schedule(train):
+    run = train("run", "train.num_steps=2")
+    for file in (run / "config.yaml", run / "checkpoints" / "step_0000002" / "config.yaml"):
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if "ema_schedule" not in line))  # earlier versions did not have the key
+        assert len(file.read_text().splitlines()) == len(lines) - 1
+    renew_manifest(run / "checkpoints" / "step_0000002")
+    with pytest.raises(UserError, match="train.ema_schedule: 'warmup' -> 'constant'"):
+        train("run", "train.num_steps=3", "train.ema_schedule=constant")
+    train("run", "train.num_steps=3")
+    expected, resumed = weights(train("whole", "train.num_steps=3"), 3, "ema"), weights(run, 3, "ema")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
 
 
 def draws(seed=0, step=0, stream="diffusion", part=slice(0, 8)):

@@ -98,8 +98,8 @@ def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
 
 
 def test_names_and_values_are_shown_in_readable_form():
-    assert [display_name("fid", 50_000, 1), display_name("fd_digits", 250)] == ["fid50k/cfg1.0", "fd_digits250"]
-    assert display_name("fd_dinov2", 5_000, 1.25) == "fd_dinov2_5k/cfg1.25"
+    assert [display_name("fid", 50_000), display_name("fd_digits", 250)] == ["fid50k", "fd_digits250"]
+    assert display_name("fd_dinov2", 5_000) == "fd_dinov2_5k"
     assert format_metrics({"fid": 12.34567, "recall": 0.34567, "loss": 12.34567}) == "fid 12.35, recall 0.346, loss 12.35"
 
 

@@ -9,6 +9,7 @@ from conftest import checked
 from common.errors import UserError
 from configs.compose import compose_overrides, find_row
 from extras.experiments import ROWS
+from sampling.recipe import check_guidance
 
 # The other placements differ from these only in their two blocks.
 COMPOSED = [name for name in ROWS if "placement/" not in name or name.endswith(("baseline", "/0_10", "/7_8"))]
@@ -31,7 +32,7 @@ def test_every_experiment_composes_and_builds(name):
 
 
 def test_no_two_rows_share_a_name_or_run_and_an_unknown_row_is_refused():
-    assert len({name.replace("/", "_") for name in ROWS}) == len(ROWS) == 66
+    assert len({name.replace("/", "_") for name in ROWS}) == len(ROWS) == 68
     assert find_row(["seed=1"]) is find_row(["experiment=null"]) is None
     assert find_row(["experiment=table2/dit_b2", "seed=0"]) == ROWS["table2/dit_b2"]
     with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: table2/dit_b2"):
@@ -40,9 +41,13 @@ def test_no_two_rows_share_a_name_or_run_and_an_unknown_row_is_refused():
 
 def test_experiments_are_evaluated_during_training_and_at_the_end_with_the_papers_number_of_samples():
     along = {"fashion": (1_000, 1_000), "final": (100_000, 5_000), "lightning": (10_000, 5_000)}
+    along["sparse_guidance"] = along["final"]
     for name in COMPOSED:
         cfg, table, row = compose_experiment(name), name.partition("/")[0], ROWS[name]
-        assert (cfg.eval.every, cfg.eval.num_samples) == along.get(table, (50_000, 5_000)) and cfg.eval.cfg_scales == [1.0]
+        assert (cfg.eval.every, cfg.eval.num_samples) == along.get(table, (50_000, 5_000))
+        # The curves of sparse_guidance/* show the network with cfg and with sparse guidance, too.
+        guided = ([1.0, 1.5], "sparse") if table == "sparse_guidance" else ([1.0], "none")
+        assert (cfg.eval.cfg_scales, cfg.eval.guidance.name) == guided
         if table != "fashion":
             assert cfg.train.num_steps % cfg.eval.every == 0 and cfg.eval.final_num_samples == row.num_samples
 
@@ -58,7 +63,7 @@ def test_the_description_of_a_row_follows_its_overrides():
 FID = {
     "table2/sit_b2_tread": 15.98, "selection_rate/75": 49.29, "placement/2_8": 49.89 - 21.87, "location/relative": 18.81,
     "lightning/xl1_tread": 3.71, "imagenet512/dit_b2_tread": 40.9, "repa/sit_xl2": 7.9, "sprint/sit_b2": 27.5,
-    "final/xl2_tread_680": 3.93,
+    "final/xl2_tread_680": 3.93, "sparse_guidance/sit_xl2_tread": 4.89,
 }  # fmt: skip
 
 
@@ -67,8 +72,38 @@ def test_a_row_of_each_table_holds_the_papers_figure():
     assert {name.partition("/")[0] for name in ROWS} == {name.partition("/")[0] for name in FID} | {"fashion"}
     names = ["fid", "sfid", "inception_score", "precision", "recall"]
     assert ROWS["final/xl2_tread_finetune_740"].paper_guided == dict(zip(names, (2.09, 4.46, 269.07, 0.81, 0.62)))
+    interval = ROWS["final/xl2_tread_finetune_740_interval"].paper_by_guidance["guidance=interval"]
+    assert interval == dict(zip(names, (1.69, 4.73, 292.66, 0.81, 0.63)))
     assert [*ROWS["final/xl2_dit"].paper] == [*ROWS["final/xl2_dit"].paper_guided] == names
     assert {name for name, row in ROWS.items() if row.num_samples == 10_000} == {"imagenet512/dit_b2", "imagenet512/dit_b2_tread"}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_the_rows_average_and_sample_as_their_sources_do(name):
+    """Official TREAD, SiT, REPA and LightningDiT hold the EMA's decay constant. TREAD samples under bf16, the others do not."""
+    cfg, table = compose_experiment(name), name.partition("/")[0]
+    assert cfg.train.ema_schedule == ("warmup" if table == "fashion" else "constant")
+    assert cfg.train.precision == ("fp32" if table == "fashion" else "bf16")
+    precision = "fp32" if table in ("fashion", "lightning", "repa", "sprint") else "bf16"
+    assert cfg.sample.precision == cfg.eval.precision == precision
+    assert cfg.train.lr == {"lightning": 2e-4, "fashion": cfg.train.lr}.get(table, 1e-5 if "finetune" in name else 1e-4)
+
+
+def test_the_row_of_sparse_guidance_is_sampled_as_published_and_its_commands_compose():
+    """SiT-XL/2 with TREAD's route, Euler, 40 steps. SG_FLOPS is one network, SG_FID an earlier checkpoint and moving ratios."""
+    row, cfg = ROWS["sparse_guidance/sit_xl2_tread"], compose_experiment("sparse_guidance/sit_xl2_tread")
+    sampler, (route,) = cfg.diffusion.sampler, cfg.model.routes
+    assert (cfg.model.backbone, cfg.diffusion.name, cfg.train.num_steps) == ("DiT-XL/2", "sit", 2_000_000)
+    assert (sampler.solver, sampler.num_steps, sampler.timestep_shift) == ("euler", 40, 1)
+    assert (route.selection_ratio, route.start_layer_idx, route.end_layer_idx % 28) == (0.5, 2, 24)
+    assert 50_000 % cfg.checkpoint.keep_every == 0 and (cfg.train.lr, cfg.train.batch_size) == (1e-4, 256)
+    assert [figures["fid"] for figures in row.paper_by_guidance.values()] == [2.14, 1.58] and row.paper_guided["fid"] == 2.57
+    flops, fid = (checked(["checkpoint=x", *words.split()], "fid").guidance[0] for words in row.paper_by_guidance)
+    assert (flops.r_strong, flops.r_weak, flops.moves, flops.checkpoint) == (0.5, 0.9, False, None)
+    assert (fid.r_strong, fid.r_strong_last, fid.r_weak, fid.r_weak_last) == (0.0, 0.6, 0.6, 0.0)
+    check_guidance(flops, cfg, cfg.diffusion)
+    earlier = ROWS["sparse_guidance/sit_xl2_tread_160"]
+    assert [figures["fid"] for figures in earlier.paper_by_guidance.values()] == [2.07] and earlier.paper_guided["fid"] == 2.95
 
 
 @pytest.mark.parametrize("size", ["s2", "b2", "l2", "xl2"])

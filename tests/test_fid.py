@@ -55,6 +55,28 @@ def fid(tmp_path):
     return run
 
 
+def test_training_evaluates_one_more_guidance_with_the_figures_of_fid(fid, tmp_path):
+    sparse = ["w=1.7", "r_strong=0.25", "r_weak=0.75"]
+    settings = ["guidance@eval.guidance=sparse", *(f"eval.guidance.{setting}" for setting in sparse)]
+    run = run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0]", *settings)
+    lines = [line for line in metrics(run) if "metrics" in line]
+    assert [line.get("cfg_scale") for line in lines] == [1.0, None] and lines[1]["guidance"] == "sparse"
+    (line,) = fid("out", f"checkpoint={run}", "guidance=sparse", *(f"guidance.{setting}" for setting in sparse))
+    assert {key: lines[1][key] for key in line["point"] if key.startswith("guidance")} == {
+        key: value for key, value in line["point"].items() if key.startswith("guidance")
+    }
+    assert line["metrics"] == pytest.approx(lines[1]["metrics"], rel=1e-4)
+    (read,), _ = read_runs([run])
+    words = {measure.guidance for measure in read.figures if measure.metric == "fd_digits"}
+    assert len(words) == 2 and any("guidance sparse, guidance.level_lo None" in text for text in words)
+    before = (run / "metrics.jsonl").read_text()
+    run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0]", *settings)
+    assert (run / "metrics.jsonl").read_text() == before  # all evaluations were found
+    again = run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0,1.7]", "guidance@eval.guidance=cfg")
+    found = [line.get("cfg_scale") for line in metrics(again) if "metrics" in line]
+    assert found == [1.0, None, 1.7, 1.5]
+
+
 def test_training_is_the_same_with_and_without_evaluation(edm, train):
     without = train("without", *EVAL, "eval.every=0")
     assert losses(edm) == losses(without)

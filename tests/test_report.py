@@ -160,6 +160,95 @@ def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_g
     assert cells == {"none": "9.00 (paper 9.62, -6%)", "cfg_scale 1.5": "2.00 (paper 2.27, -12%)"}
 
 
+def test_a_row_takes_the_checkpoint_of_another_rows_run(tmp_path):
+    curve = {300_000: 50.0, 400_000: 40.0}
+    for name, shift in ((DIT, 0), (TREAD, -20)):
+        make_run(tmp_path, f"experiment={name}", fid={step: fid + shift for step, fid in curve.items()})
+    assert list(group(read_runs([tmp_path])[0])[0]) == ["Table 2: backbones"]  # no run belongs to another table
+    make_run(tmp_path, "experiment=placement/0_10", fid={300_000: 55.0}, steps=300_000)
+    tables, problems = group(read_runs([tmp_path])[0])
+    assert not problems and list(tables) == ["Table 2: backbones", "Route placement"]
+    placed = {row["Experiment"]: row for row in results_table(tables["Route placement"]).rows}
+    assert placed["placement/baseline"]["fid"] == "50.00 (paper 49.89, +0%)"
+    assert placed["placement/2_8"]["fid"] == "30.00 (paper 28.02, +7%; dense 50.00, -40%)"
+    assert placed["placement/0_10"]["fid"] == "55.00 (paper 57.36, -4%; dense 50.00, +10%)"
+    assert placed["placement/2_8"]["Step"] == "300,000"
+    assert {e.label: e.changes for e in tables["Route placement"]} == {name: {} for name in placed}
+    assert tables["Route placement"][0].row["differs"].endswith("these are figures of a run of table2/dit_b2")
+    # A run of the row itself takes precedence, and runs with other settings, or without a figure at the step, do not serve.
+    make_run(tmp_path, "experiment=placement/baseline", fid={300_000: 52.0}, steps=300_000)
+    make_run(tmp_path, f"experiment={TREAD}", "seed=1", "train.lr=2e-4", fid=curve)
+    make_run(tmp_path, f"experiment={DIT}", "seed=2", fid={400_000: 40.0})
+    table = group(read_runs([tmp_path])[0])[0]["Route placement"]
+    assert {e.label: [run.cfg.seed for run in e.runs] for e in table} == {name: [0] for name in placed}
+    assert results_table(table).rows[0]["fid"] == "52.00 (paper 49.89, +4%)"
+
+
+def test_every_row_that_takes_another_rows_checkpoint_trains_the_same_network_in_the_same_way(tmp_path):
+    """The two rows differ only in the number of steps, or write the same route in another way."""
+    served = [row for row in ROWS.values() if row.checkpoint_of]
+    assert len(served) == 8
+    for row in served:
+        own, other = (resolved(f"experiment={name}") for name in (row.name, row.checkpoint_of))
+        depth = 28 if "XL" in own["model"]["backbone"] else 12
+        for cfg in (own, other):
+            for route in cfg["model"]["routes"]:
+                route["end_layer_idx"] %= depth
+        assert own["train"]["num_steps"] <= other["train"]["num_steps"]
+        assert own["train"] | {"num_steps": 0} == other["train"] | {"num_steps": 0}
+        keys = ("seed", "init_from", "diffusion", "alignment")
+        assert {key: own[key] for key in keys} == {key: other[key] for key in keys}
+        assert own["model"]["routes"] == other["model"]["routes"] and own["model"]["backbone"] == other["model"]["backbone"]
+        kept = own["train"]["num_steps"] % other["checkpoint"]["keep_every"] == 0
+        assert kept or own["train"]["num_steps"] == other["train"]["num_steps"]  # the last checkpoint is always kept
+
+
+def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_path):
+    folder = make_run(tmp_path, "experiment=sparse_guidance/sit_xl2_tread", steps=2_000_000)
+    sparse = {"guidance": "sparse", "guidance.level_lo": None, "guidance.w": 1.5}
+    flops = sparse | {"guidance.r_strong": 0.5, "guidance.r_weak": 0.9}
+    fid = sparse | {"guidance.r_strong": 0.0, "guidance.r_weak": 0.6, "guidance.r_strong_last": 0.6, "guidance.r_weak_last": 0.0}
+    fid |= {"guidance.checkpoint": "/runs/x/checkpoints/step_0050000"}
+    other = flops | {"guidance.r_weak": 0.5}
+    for step, shift in ((800_000, 1), (2_000_000, 0)):
+        for guidance, value in (({"cfg_scale": 1.5}, 2.57), (flops, 2.14), (fid, 1.58), (other, 3.0)):
+            about = {"step": step, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value + shift}}
+            write(folder / "metrics.jsonl", about | guidance)
+    (table,) = group(read_runs([tmp_path])[0])[0].values()
+    found = [(row["Experiment"].removeprefix("sparse_guidance/"), row["fid"]) for row in results_table(table).rows]
+    assert found == [
+        ("sit_xl2_tread", "2.57 (paper 2.57, +0%)"),
+        ("sit_xl2_tread", "2.14 (paper 2.14, +0%)"),
+        ("sit_xl2_tread", "1.58 (paper 1.58, +0%)"),
+        ("sit_xl2_tread", "3.00"),
+        ("sit_xl2_tread_160", "3.57 (paper 2.95, +21%)"),
+        ("sit_xl2_tread_160", "3.14"),
+        ("sit_xl2_tread_160", "2.58 (paper 2.07, +25%)"),
+        ("sit_xl2_tread_160", "4.00"),
+    ]
+
+
+def test_the_interval_of_the_last_row_has_its_own_figure_and_rows_of_earlier_versions_keep_theirs(tmp_path):
+    folder = make_run(tmp_path, "experiment=final/xl2_tread_finetune_740", steps=300_000)
+    interval = {"guidance": "interval", "cfg_scale": 1.5, "guidance.level_lo": 0.28, "guidance.level_hi": 2.9}
+    for guidance, value in (({"cfg_scale": 1.5}, 2.2), (interval, 1.8)):
+        about = {"step": 300_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value}}
+        write(folder / "metrics.jsonl", about | guidance)
+    (table,) = group(read_runs([tmp_path])[0])[0].values()
+    found = [row["fid"] for row in results_table(table).rows]
+    assert found == ["2.20 (paper 2.09, +5%)", "1.80", "2.20", "1.80 (paper 1.69, +7%)"]  # the interval's row takes the same run
+    stored = OmegaConf.load(folder / "config.yaml")
+    del stored.experiment["paper_by_guidance"], stored.experiment["checkpoint_of"], stored.train["ema_schedule"]
+    stored.experiment.name, stored.experiment.paper_guided = "final/xl2_tread_finetune_740_interval", {"fid": 1.69}
+    OmegaConf.save(stored, folder / "config.yaml")
+    (run,) = read_runs([tmp_path])[0]
+    assert run.cfg.train.ema_schedule == "warmup"  # what the run did
+    (experiment,) = group([run])[0]["Final comparison"]
+    assert [*experiment.changes] == ["train.ema_schedule"]  # the row has changed since then
+    experiment.changes.clear()
+    assert [experiment.paper(measure) for measure in experiment.measures()] == [1.69, 1.69]
+
+
 def test_curves_and_speedups_use_the_sample_count_that_was_evaluated_often(runs):
     for folder in runs.iterdir():
         file = folder / "metrics.jsonl"

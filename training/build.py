@@ -21,7 +21,7 @@ from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from runtime.processes import check_same
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.recipe import Recipe, compile_mode_for
+from sampling.recipe import Recipe, compile_mode_for, guidance_settings
 from training import hooks, saving
 from training.ema import EMA
 from training.trainer import Hook
@@ -81,10 +81,10 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
 
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     if not train.ema_lengths:
-        return EMA(net, train.ema_decay)
+        return EMA(net, train.ema_decay, train.ema_schedule)
     from extras import tracked_ema  # imported only for train.ema_lengths
 
-    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths)
+    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_schedule, train.ema_lengths)
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
@@ -146,9 +146,11 @@ def build_hooks(
     grid = Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision) if cfg.sample.every else None
     recipes: dict[float, Recipe] = {}  # by guidance scale
     if is_evaluated:
-        for scale in cfg.eval.cfg_scales:
-            guidance = schema.CFG(name="cfg", cfg_scale=scale)
-            recipes[scale] = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
+        guidances = [schema.CFG(name="cfg", cfg_scale=scale) for scale in cfg.eval.cfg_scales]
+        guidances += [cfg.eval.guidance] if cfg.eval.guidance.name != "none" else []
+        for guidance in guidances:
+            recipe = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
+            recipes[tuple(guidance_settings(recipe.guidance).items())] = recipe
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
     decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None

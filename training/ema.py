@@ -13,17 +13,20 @@ from checkpoints.run import RunFolder
 class EMA:
     """A float32 copy of the network in evaluation mode, whose weights are averages of the trained weights.
 
-    After step s, counted from 0, the update is ema += (1 - d) * (weights - ema) with d = min(decay, (1 + s) / (10 + s)). This
-    warm-up helps short runs forget their random initial weights. With a decay of 0.9999, the warm-up takes about 90,000 steps.
+    The averages start as copies of the initial weights. After step s, counted from 0, the update is ema += (1 - d) * (weights -
+    ema). With `constant`, d is the decay, as in the official code of TREAD, DiT, SiT, REPA and LightningDiT. With `warmup`, d is
+    min(decay, (1 + s) / (10 + s)), which helps short runs forget their random initial weights. With a decay of 0.9999, the
+    warm-up takes about 90,000 steps.
 
     Attributes:
+        decay, schedule: Decay per step, and `warmup` or `constant`.
         net: The float32 copy of the network.
         averages: Parameters of `net` by name.
         num_updates_before: Number of EMA updates in the run that provided the initial weights. The step s includes these updates.
     """
 
-    def __init__(self, net: nn.Module, decay: float):
-        self.decay = decay
+    def __init__(self, net: nn.Module, decay: float, schedule: str = "warmup"):
+        self.decay, self.schedule = decay, schedule
         self.num_updates_before = 0
         self.net = copy.deepcopy(net).float().eval().requires_grad_(False)
         self.averages = dict(self.net.named_parameters())
@@ -37,7 +40,7 @@ class EMA:
         Buffers, such as BatchNorm statistics, are not averaged.
         """
         num_updates = self.num_updates_before + step
-        decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
+        decay = self.decay if self.schedule == "constant" else min(self.decay, (1 + num_updates) / (10 + num_updates))
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
 
     def hooks(self, run: RunFolder, every: int) -> list:

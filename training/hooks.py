@@ -17,6 +17,7 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
+from evaluations.results import guidance_fields
 from evaluations.suite import display_name, format_metrics
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator, hash_weights
@@ -110,19 +111,19 @@ class EvaluationHook(Hook):
 
 @dataclass
 class SampleEvaluation(EvaluationHook):
-    """A hook that evaluates samples and writes one metrics line for each guidance scale.
+    """A hook that evaluates samples and writes one metrics line for each guidance.
 
     Attributes:
-        samplers: Mapping from guidance scale to image sampler.
+        samplers: Mapping from the items of `sampling.recipe.guidance_settings` to image sampler.
         reference_hash: The reference's `quick_fingerprint`.
     """
 
     evaluator: Evaluator
-    samplers: Mapping[float, ImageSampler]
+    samplers: Mapping[tuple[tuple[str, object], ...], ImageSampler]
     reference_hash: str
 
     def identify(self, trainer: Trainer) -> list[dict]:
-        """Return identifying fields for each guidance scale. `settings` contains keys that affect metrics, as in `fid.py`."""
+        """Return identifying fields for each guidance. `settings` contains keys that affect metrics, as in `fid.py`."""
         cfg, step = trainer.cfg, trainer.step
         diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
         settings = {"weights": "ema", **sampler_settings(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
@@ -130,12 +131,15 @@ class SampleEvaluation(EvaluationHook):
         settings |= hash_weights(cfg.evaluation)
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
         about = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
-        return [{**about, "cfg_scale": scale} for scale in self.samplers]
+        return [{**about, **dict(guidance)} for guidance in self.samplers]
 
     def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
-        num_samples, sampler = key_fields["num_samples"], self.samplers[key_fields["cfg_scale"]]
+        guidance = guidance_fields(key_fields)
+        num_samples, sampler = key_fields["num_samples"], self.samplers[tuple(guidance.items())]
         labels = draw_labels(range(num_samples), sampler.data.num_classes, trainer.cfg.eval.labels)
         features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.poll_now)
         metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
-        named = {display_name(metric, num_samples, key_fields["cfg_scale"]): value for metric, value in metrics.items()}
+        scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
+        suffix = f"{guidance.get('guidance', 'cfg')}{scale}"  # such as cfg1.5
+        named = {f"{display_name(metric, num_samples)}/{suffix}": value for metric, value in metrics.items()}
         return {"metrics": metrics}, named

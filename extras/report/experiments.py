@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
@@ -63,8 +64,24 @@ class Experiment:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
         if self.changes or self.row.get("num_samples") != measure.num_samples:
             return None
-        figures = self.row.get("paper" if measure.guidance == UNGUIDED else "paper_guided") or {}
-        return figures.get(measure.metric)
+        by_guidance = self.row.get("paper_by_guidance")
+        if measure.guidance == UNGUIDED:
+            figures = self.row.get("paper")
+        elif by_guidance is None or measure.guidance.startswith(("cfg_scale", "guidance cfg")):
+            figures = self.row.get("paper_guided")  # without `by_guidance`, an earlier version stored the row
+        else:
+            figures = next((by_guidance[words] for words in by_guidance if is_guided_by(measure, words)), None)
+        return (figures or {}).get(measure.metric)
+
+
+def is_guided_by(measure: Measure, arguments: str) -> bool:
+    """Return whether a measure's guidance has the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
+
+    An argument's value may be the end of the measure's value, such as the folder name of a checkpoint.
+    """
+    values = dict(part.split(" ", 1) for part in measure.guidance.split(", ") if " " in part)
+    given = (argument.split("=", 1) for argument in arguments.split())
+    return all(values.get(key, "").endswith(value) for key, value in given)
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
@@ -87,6 +104,7 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     """
     found: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
+    runs = [*runs, *runs_of_other_rows(runs)]
     for run in sorted(runs, key=lambda run: -run.step):
         identity = identity_of(run.cfg)
         key = (run.row.get("name"), repr(sorted(identity.items())))
@@ -110,6 +128,36 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     return tables, problems
 
 
+def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield a copy of a run for each row of which the run has the last checkpoint (`Row.checkpoint_of`).
+
+    The copy ends at the row's last step and has the row's settings. There is no copy if no other run belongs to the row's table,
+    if a run of the row has the same seed, if the run changed settings of its own row, or if it has no score at the last step.
+    """
+    tables = {run.row.get("table") for run in runs}
+    trained = {(run.row.get("name"), run.cfg.seed) for run in runs}
+    for run, row in itertools.product(runs, ROWS.values()):
+        is_served = row.checkpoint_of is not None and row.checkpoint_of == run.row.get("name")
+        if not is_served or row.table not in tables or (row.name, run.cfg.seed) in trained:
+            continue
+        own, other = (identity_of(config_of_row(name, run)) for name in (row.checkpoint_of, row.name))
+        last = other["train.num_steps"]
+        figures = {
+            measure: {step: x for step, x in curve.items() if step <= last}
+            for measure, curve in run.figures.items()
+            if min(curve) <= last
+        }
+        if changes_of(run) or not any(last in figures[measure] for measure in figures if measure != LOSS):
+            continue
+        about = f"these are figures of a run of {row.checkpoint_of}"
+        described = asdict(row) | {"differs": "; ".join(filter(None, (row.differs, about)))}
+        cfg = OmegaConf.create(run.cfg.model_dump())
+        for key, value in {"experiment": described, **other}.items():
+            if own.get(key) != value:
+                OmegaConf.update(cfg, key, value, merge=False)
+        yield replace(run, cfg=parse_config(cfg, TrainConfig), figures=figures)
+
+
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
     roles = roles_of(cfg)
@@ -128,12 +176,17 @@ def compose_row(name: str) -> DictConfig:
     return compose_overrides([f"experiment={name}"])
 
 
+def config_of_row(name: str, run: Run) -> TrainConfig:
+    """Return the configuration of a row with the seed and the output folder of a run."""
+    composed = OmegaConf.merge(compose_row(name), {"seed": run.cfg.seed, "output_dir": run.cfg.output_dir})
+    return parse_config(composed, TrainConfig)
+
+
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """Return (row value, run value) for each key that differs. Skip data.* keys for which the row has no value."""
     if run.row.get("name") not in ROWS:
         return {}
-    composed = OmegaConf.merge(compose_row(run.row["name"]), {key: getattr(run.cfg, key) for key in ("seed", "output_dir")})
-    row = identity_of(parse_config(composed, TrainConfig))
+    row = identity_of(config_of_row(run.row["name"], run))
     changed = {key: (row[key], value) for key, value in identity_of(run.cfg).items() if key in row and value != row[key]}
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}
 

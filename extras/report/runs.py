@@ -21,7 +21,7 @@ from common.files import read_lines
 from common.types import FiniteFloat, NonNegativeInt
 from configs.schema import TrainConfig
 from configs.settings import validate
-from evaluations.results import in_words, without_defaults
+from evaluations.results import guidance_fields, in_words, without_defaults
 
 UNGUIDED = "none"
 OMITTED = ("checkpoint", "content", "num_samples", "detector")  # settings in fid.py results that `Measure.settings` omits
@@ -118,7 +118,7 @@ class Run:
     def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
         """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
         settings = without_defaults(settings)
-        guidance = {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
+        guidance = guidance_fields(settings)
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
         words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
         for metric, value in metrics.items():
@@ -157,7 +157,7 @@ def read_run(path: Path) -> Run:
         run.speeds[line["step"]] = line["steps_per_sec"]
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
     for line in lines["evaluation"]:
-        point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
+        point = {**guidance_fields(line), **line.get("settings", {})}
         run.add(line["step"], line["metrics"], line["num_samples"], point)
     return run
 
