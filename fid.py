@@ -16,6 +16,9 @@ import contextlib
 import sys
 from pathlib import Path
 
+import hydra
+from omegaconf import DictConfig
+
 from common.errors import UserError
 from common.files import REPOSITORY, lock_file
 from configs import command_line
@@ -23,7 +26,8 @@ from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
 
 
-def main(cfg: FidConfig) -> None:
+def main(cfg: FidConfig) -> float | None:
+    """Evaluate all points of the command. Return the lowest value of the first metric, which sweepers minimise."""
     from checkpoints import store
     from checkpoints.load import load_config
     from evaluations.images import open_images
@@ -82,9 +86,14 @@ def main(cfg: FidConfig) -> None:
             stack.enter_context(lock_file(output / ".lock", "evaluating into", "output"))
 
         on_main(lock)
-        results = judge(points, num_samples)
-        if accelerator.is_main_process:
-            sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))
+        results, metric = judge(points, num_samples), metrics_for(detectors[0])[0].name
+
+        def write() -> float | None:
+            sys.stdout.write(results.write([point for point, _ in points], metric))
+            values = [results.find(point)["metrics"].get(metric) for point, _ in points]
+            return min((value for value in values if value is not None), default=None)
+
+        return on_main(write)
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Path]:
@@ -126,5 +135,10 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
     return folder
 
 
+@hydra.main(version_base="1.3", config_path="configs", config_name="fid")
+def start(cfg: DictConfig) -> float | None:
+    return command_line.run_job(main, cfg, FidConfig)
+
+
 if __name__ == "__main__":
-    command_line.run(main, "fid", FidConfig, __doc__)
+    command_line.guard(start, "fid")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -36,6 +37,21 @@ Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's nu
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
+
+
+def matching(pattern: str, words: str) -> AfterValidator:
+    """Return a validator for text that matches `pattern` completely. Its error message describes the pattern in `words`."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r:.100} is not {words}")
+        return text
+
+    return AfterValidator(check)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Colour = Annotated[str, AfterValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
-AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$")]
+AutoencoderSpec = Annotated[
+    str, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
+]

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
+from common import types
 from common.errors import UserError
 from common.files import hash_bytes
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
@@ -54,9 +55,9 @@ def parse_numbers(spec: str | int | list) -> list[int]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
+FolderName = Annotated[str, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
-Detector = Annotated[str, Field(pattern="^(inception|dinov2|digits|small-[a-z][a-z0-9_]*)$")]
+Detector = Annotated[str, types.matching("inception|dinov2|digits|small-[a-z][a-z0-9_]*", "inception, dinov2, digits or small-<set>")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
