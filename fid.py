@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+import hydra
+from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.files import REPOSITORY, lock_folder, refuse_link
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def main(cfg: FidConfig) -> None:
+def main(cfg: FidConfig) -> float | None:
+    """Evaluate all points of the command. Return the lowest value of the first metric, which sweepers minimise."""
     from runtime.compilation import check_compile
     from runtime.machine import start_accelerator
     from sampling.recipe import retry_if_removed
@@ -41,11 +43,14 @@ def main(cfg: FidConfig) -> None:
         raise UserError(f"{keys[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, given[0]))
+    return retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, given[0]))
 
 
-def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> None:
-    """Evaluate the checkpoints or images that the key `given` names. Raises CheckpointRemoved (see `retry_if_removed`)."""
+def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> float | None:
+    """Evaluate the checkpoints or images that the key `given` names. Return the lowest value of the first metric.
+
+    Raises CheckpointRemoved (see `retry_if_removed`).
+    """
     from checkpoints import store
     from checkpoints.load import load_config
     from evaluations.results import in_words
@@ -92,9 +97,14 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> Non
     points = judge.points()
     with contextlib.ExitStack() as stack:
         on_main(lambda: stack.enter_context(lock_folder(output, "evaluating into", "output")))
-        results = judge(points, num_samples)
-        if accelerator.is_main_process:
-            sys.stdout.write(results.write([point for point, _ in points], metrics_for(detectors[0])[0].name))
+        results, metric = judge(points, num_samples), metrics_for(detectors[0])[0].name
+
+        def write() -> float | None:
+            sys.stdout.write(results.write([point for point, _ in points], metric))
+            values = [results.find(point)["metrics"].get(metric) for point, _ in points]
+            return min((value for value in values if value is not None), default=None)
+
+        return on_main(write)
 
 
 def keys_of_sampling(cfg: FidConfig) -> list[str]:
@@ -144,5 +154,10 @@ def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
     return folder
 
 
+@hydra.main(version_base="1.3", config_path="configs", config_name="fid")
+def start(cfg: DictConfig) -> float | None:
+    return command_line.run_job(main, cfg, FidConfig)
+
+
 if __name__ == "__main__":
-    command_line.run(main, "fid", FidConfig, __doc__)
+    command_line.guard(start, "fid")

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hydra
 import numpy as np
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from common.errors import UserError, as_user_error
@@ -256,5 +257,10 @@ def write_grid_and_npz(
         log.info("npz      %s", npz_file)
 
 
+@hydra.main(version_base="1.3", config_path="configs", config_name="sample")
+def start(cfg: DictConfig) -> None:
+    command_line.run_job(main, cfg, SampleConfig)
+
+
 if __name__ == "__main__":
-    command_line.run(main, "sample", SampleConfig, __doc__)
+    command_line.guard(start, "sample")

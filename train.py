@@ -7,6 +7,7 @@
     python train.py model=tread name=mine train.num_steps=2000   # set any key in configs/
     python train.py model=dit name=tuned init_from=runs/mine     # train without routes from another run's weights
     python train.py -m model=dit,tread seed=0,1,2                # train six runs one after another
+    python train.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 model=dit,tread     # train two runs on two GPUs
 
 The trainer saves the run in runs/<name>/. Running the same command again resumes training.
 """
@@ -17,6 +18,9 @@ import logging
 import sys
 from signal import SIGINT
 
+import hydra
+from omegaconf import DictConfig
+
 from common.errors import UserError
 from configs import command_line
 from configs.schema import TrainConfig
@@ -24,7 +28,8 @@ from configs.schema import TrainConfig
 log = logging.getLogger("train")
 
 
-def main(cfg: TrainConfig) -> None:
+def main(cfg: TrainConfig) -> float | None:
+    """Train a run. Return the first metric of its last evaluation, which sweepers minimise, or None without evaluations."""
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
@@ -36,6 +41,7 @@ def main(cfg: TrainConfig) -> None:
     from training import build, saving, tracking
     from training.parallel import check_processes
     from training.start import record_start
+    from training.stop import pass_on
     from training.trainer import Trainer
 
     # Check the configuration, the data and the initial checkpoint before any slow work.
@@ -78,9 +84,16 @@ def main(cfg: TrainConfig) -> None:
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
+        pass_on(trainer.stopped_by)
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
+    return processes.on_main(lambda: run.metric_at(trainer.step) if cfg.eval.every else None)
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+def start(cfg: DictConfig) -> float | None:
+    return command_line.run_job(main, cfg, TrainConfig)
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config", TrainConfig, __doc__)
+    command_line.guard(start, "config")

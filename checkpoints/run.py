@@ -136,6 +136,17 @@ class RunFolder:
         """Return whether metrics.jsonl contains an evaluation with the fields in `about`."""
         return any(about.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
 
+    def metric_at(self, step: int) -> float | None:
+        """Return the first metric of the last evaluation at `step`, at the guidance scale where it is lowest.
+
+        If the run measures only the validation loss, return that loss. Return None without evaluations.
+        """
+        lines = [line for line in read_metrics(self.metrics)["evaluation"] if line["step"] == step and line["metrics"]]
+        lines = [line for line in lines if "validation_loss" not in line["metrics"]] or lines
+        same = ("settings", "num_samples", "reference_hash")
+        alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
+        return min((next(iter(line["metrics"].values())) for line in alike), default=None)
+
     def keep_until(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
 

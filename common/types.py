@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -58,7 +59,20 @@ def _increasing(ends: list[float]) -> list[float]:
     return ends
 
 
+def matching(pattern: str, words: str) -> AfterValidator:
+    """Return a validator for text that matches `pattern` completely. Its error message describes the pattern in `words`."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r:.100} is not {words}")
+        return text
+
+    return AfterValidator(check)
+
+
 Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterValidator(_increasing)]  # [low, high]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_short)]  # for example a path
 Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
-AutoencoderSpec = Annotated[str, Field(pattern=r"^(identity|none|(sd-vae|va-vae):.+)$"), AfterValidator(_short)]
+AutoencoderSpec = Annotated[
+    Text, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
+]

@@ -1,157 +1,226 @@
-"""Parse command lines, compose configurations with Hydra, and print every user error as a single line."""
+"""Run the jobs of Hydra, read the command lines of the other commands, and print every user error as a single line."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import logging
 import os
+import select
 import signal
 import sys
 import traceback
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import env_override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
-from yaml import YAMLError
 
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import CONFIGS, compose_overrides
+from configs.compose import explain, parse_argument
 from configs.schema import TrainConfig
 from configs.settings import S, Settings, validate
 
+log = logging.getLogger(__name__)
+
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 HELP = {"--help", "-h"}
+# Packages whose errors are about the command line or about a launcher's job, and have clear messages.
+LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
 
-def guard(action: Callable[[], None]) -> None:
-    """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead."""
+class FailedRun(Exception):
+    """The error of a run in a sweep. Launchers send it to the process that runs the sweep, where unpickling adds it to `all`.
+
+    Args:
+        run: The run's command-line arguments.
+        text: The message for the user, or the traceback of an error that is not the user's.
+        details: The traceback.
+    """
+
+    all: list[FailedRun] = []
+
+    def __init__(self, run: str, text: str, details: str):
+        super().__init__(run, text, details)
+        self.all.append(self)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: {self.args[1]}"
+
+
+def guard(action: Callable[[], object], config_name: str = "config") -> None:
+    """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead.
+
+    Args:
+        config_name: For a command that Hydra runs, the name of its file in configs/.
+    """
+    wants_traceback = os.environ.get(FULL_ERRORS) == "1"
+    if sys.stderr is None:  # the shell closed it (2>&-)
+        sys.stderr = open(os.devnull, "w")
     log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
+    FailedRun.all.clear()
     try:
-        action()
+        with end_with_reader(), env_override({FULL_ERRORS: "1"}):  # Hydra raises errors instead of printing them
+            action()
+            leave_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to resume\n")
         sys.exit(128 + signal.SIGINT)
+    except FailedRun:
+        pass  # like the other failed runs, it is in FailedRun.all
     except Exception as error:
-        line = format_error(error)
-        if line is None or os.environ.get(FULL_ERRORS) == "1":
+        line = format_error(error, config_name)
+        if line is None or wants_traceback:
             raise
         sys.exit(line)
+    if failed := FailedRun.all:
+        lines = [f"- {run}: {details if wants_traceback else text}" for run, text, details in (one.args for one in failed)]
+        sys.exit("\n".join(["error: these runs of the sweep failed", *lines]))
 
 
-def format_error(error: Exception) -> str | None:
-    """Return the message that a command prints for a user error, or None for any other error."""
-    rank = os.environ.get("RANK")
-    if isinstance(error, (UserError, HydraException)):
-        return f"error{'' if rank is None else f' (process {rank})'}: {error}"
-    return None
+@contextlib.contextmanager
+def end_with_reader() -> Iterator[None]:
+    """End the process quietly, as the system ends other programs, if the reader of stdout ends (`| head`)."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # another pipe is broken
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
-def run(main: Callable[[S], None], config_name: str, settings_class: type[S], description: str) -> None:
-    """Compose configs/<config_name>.yaml with the command line, validate it as `settings_class`, and call `main` in `guard`.
-
-    `--help` prints `description` and all keys. `--help` and the check for unknown keys do not import torch, which takes seconds.
-    """
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
-    parser.epilog = explain_keys(config_name)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("-m", "--multirun", action="store_true", help="run every combination of the values between commas")
-    parser.add_argument("--cfg", choices=["job"], help="print the configuration and stop")
-    given = parser.parse_intermixed_args()
-    if given.cfg:
-        guard(lambda: sys.stdout.write(OmegaConf.to_yaml(compose_overrides(given.overrides, config_name))))
-    elif given.multirun:
-        guard(lambda: sweep(main, config_name, settings_class, given.overrides))
-    else:
-        guard(lambda: main(parse_config(compose_overrides(given.overrides, config_name), settings_class, given.overrides)))
-    if processes := sys.modules.get("runtime.processes"):  # imported only if a command has run
+def leave_processes() -> None:
+    """Disconnect from the other processes, if a command has connected to them."""
+    if processes := sys.modules.get("runtime.processes"):  # importing it takes seconds
         processes.leave()
 
 
-def sweep(main: Callable[[S], None], config_name: str, settings_class: type[S], overrides: Sequence[str]) -> None:
-    """Call `main` for every combination of the comma-separated values.
+def format_error(error: Exception, config_name: str = "config") -> str | None:
+    """Return the message that a command prints for a user error, or None for any other error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_launching = frame.f_globals["__name__"].partition(".")[0] in LAUNCHING
+    if not is_launching and not isinstance(error, (UserError, HydraException)):
+        return None
+    text = str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
+    rank = os.environ.get("RANK")
+    return f"error{'' if rank is None else f' (process {rank})'}: {text}"
 
-    All runs are checked before the first run starts. If a run fails, the sweep continues and prints all errors at the end. With
-    several processes, the first error ends the sweep, because the other processes may still be executing the failed run.
-    Raises UserError if `parse_config` rejects a run, or if two runs would use the same folder.
+
+def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
+    """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
+
+    If the job fails in a sweep, the sweep continues. With several connected processes, the first error ends the sweep, because
+    the other processes may still be executing the failed run.
     """
-    runs: dict[str, tuple[str, S]] = {}  # run folder -> (overrides, settings)
-    for typed in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(overrides)), None)[0]:
-        words, cfg = " ".join(typed), parse_config(compose_overrides(typed, config_name), settings_class, typed)
-        folder = f"{cfg.output_dir}/{cfg.name}" if hasattr(cfg, "name") else words
-        if folder in runs:
-            raise UserError(f"two runs of the sweep have the folder {folder}: {runs[folder][0]} and {words}; set name=...")
-        runs[folder] = words, cfg
-    failures = []
-    for _, cfg in runs.values():
-        try:
-            main(cfg)
-        except Exception as e:
-            if os.environ.get("WORLD_SIZE", "1") != "1":
-                raise
-            failures.append(format_error(e) or traceback.format_exc())
-    if failures:
-        sys.exit("\n".join(failures))
+    log_to_stderr()
+    context = HydraConfig.get()
+    words, is_sweep = list(context.overrides.task), context.mode == RunMode.MULTIRUN
+    try:
+        if (launcher := context.runtime.choices["hydra/launcher"]) != "basic" and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
+        settings = parse_config(cfg, settings_class, words, are_typed=not is_sweep)
+        if is_sweep and isinstance(settings, TrainConfig):
+            claim(settings, Path(context.sweep.dir), " ".join(words))
+        metric = main(settings)
+        if "SUBMITIT_EXECUTOR" in os.environ:
+            leave_processes()
+        return metric
+    except Exception as error:
+        if not is_sweep:
+            raise
+        text = (format_error(error) or traceback.format_exc()).removeprefix("error: ")
+        failure = " ".join(words), text, traceback.format_exc()
+    # The next run needs the memory that the error's traceback holds, so the new exception does not refer to the error.
+    log.error("%s: %s", *failure[:2])
+    if "SUBMITIT_EXECUTOR" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.exit(1)
+    raise FailedRun(*failure)
 
 
-def explain_keys(config_name: str) -> str:
-    """Return the contents of a command's YAML files, which explain every key and define its default value."""
-    groups = ["*/*.yaml"] if config_name == "config" else ["sampling.yaml", "guidance/*.yaml"]
-    files = [CONFIGS / f"{config_name}.yaml", *(file for group in groups for file in sorted(CONFIGS.glob(group)))]
-    return "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
+def claim(cfg: TrainConfig, sweep: Path, words: str) -> None:
+    """Note in the sweep's folder which arguments belong to a run. Raises UserError if another run of the sweep has this name."""
+    try:
+        with open(sweep / cfg.name, "x", encoding="utf-8") as file:
+            file.write(words)
+    except FileExistsError:  # by a requeued job, another process of this job, or another job
+        if (earlier := (sweep / cfg.name).read_text(encoding="utf-8")) not in ("", words):
+            folder = f"{cfg.output_dir}/{cfg.name}"
+            raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {words}; set name=...") from None
 
 
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = ()) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings. Raises UserError for wrong keys.
 
-    `TrainConfig.named` names a training run after `overrides`, which are the arguments that the user typed.
+    Args:
+        overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
+        are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
     """
     try:
         raw = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    settings = validate(raw, settings_class)
+    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override) if are_typed else {}
+    settings = validate(raw, settings_class, typed)
     return settings.named(overrides) if isinstance(settings, TrainConfig) else settings
 
 
-def run_command(commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None) -> None:
+def run_command(
+    commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None, **given: object
+) -> None:
     """Call the function that the first argument names, and pass the remaining `key=value` arguments to the function.
 
     Args:
         commands: Maps each command to "module:function". A module is imported only when its command runs.
         description: Text that `--help` prints.
         keys: Maps a command to "module:class" if its function accepts one object. The fields of the class are the command's keys.
+        given: Further values for the function.
     """
-    name, *given = arguments or ["--help"]
+    name, *typed = arguments or ["--help"]
     if name in HELP:
         sys.stdout.write(description)
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
     settings_class = (keys or {}).get(name)
-    if HELP & set(given):
+    if HELP & set(typed):
         sys.stdout.write(source_of(settings_class or commands[name]))
         return
     function = resolve_name(commands[name])
     target = resolve_name(settings_class) if settings_class else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    if wrong := [argument for argument in given if "=" not in argument]:
+    if wrong := [argument for argument in typed if "=" not in argument]:
         raise UserError(f"{wrong[0]!r} is not of the form key=value")
-    try:
-        raw = OmegaConf.to_container(OmegaConf.from_dotlist(given))  # parses the values as YAML
-    except (YAMLError, OmegaConfBaseException, ValueError) as e:
-        raise UserError(" ".join(str(e).split())) from e
-    values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
+    raw = {override.key_or_group: plain_value(override) for override in map(parse_argument, typed)} | given
+    model = create_model(name, __base__=Settings, **types)
+    values = dict(validate(raw, model, dict(argument.split("=", 1) for argument in typed)))
     function(target(**values)) if settings_class else function(**values)
+
+
+def plain_value(override: Override) -> object:
+    """Return the value of an argument. Raises UserError for values that only a sweep can have."""
+    if override.is_sweep_override():
+        words, key = override.input_line, override.key_or_group
+        raise UserError(f"{words}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
+    return override.value()
 
 
 def source_of(what: str) -> str:

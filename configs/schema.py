@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from common import types
 from common.errors import UserError
 from common.files import hash_bytes
 from common.roles import Compared, Free, Logged, Role, SameClasses, SameLatents, SameRun, SameState, SameWeights, Use, roles_of
@@ -73,9 +74,11 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")]  # no slashes, and at least one character other than a dot
+FolderName = Annotated[Text, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
-Detector = Annotated[str, Field(pattern="^(inception|dinov2|digits|small-[a-z][a-z0-9_]*)$")]
+Detector = Annotated[
+    str, types.matching("inception|dinov2|digits|small-[a-z][a-z0-9_]*", "inception, dinov2, digits or small-<set>")
+]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Classes = Annotated[list[int | str], BeforeValidator(parse_classes)]
 Weights = Literal["ema", "raw"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -32,13 +33,29 @@ def as_list(value: T | list[T]) -> list[T]:
     return value if isinstance(value, list) else [value]
 
 
-def validate(raw: dict, kind: type[T]) -> T:
-    """Convert `raw` to an instance of a settings class or dataclass. Raises UserError with one line for every wrong key."""
+def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyType({})) -> T:
+    """Convert `raw` to an instance of a settings class or dataclass. Raises UserError with one line for every wrong key.
+
+    `typed` contains values as the user typed them, by dotted key. Text that looks like a number, such as 2024_11_25, is taken
+    from `typed`, because Hydra reads it as the number 20241125.
+    """
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
+        numbers = [error for error in e.errors() if error["type"] == "string_type" and type(error["input"]) in (int, float)]
+        texts = {key: typed[key] for error in numbers if (key := _find(error, raw)) in typed}
+        if texts:
+            return validate(_replace(raw, texts), kind)
         known = {**flatten(raw), **kind.__pydantic_fields__}
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
+
+
+def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
+    """Return a copy of nested dictionaries with other `values`, by dotted key."""
+    return {
+        key: _replace(value, values, f"{prefix}{key}.") if isinstance(value, dict) else values.get(f"{prefix}{key}", value)
+        for key, value in raw.items()
+    }
 
 
 def _find(error: dict, raw: dict) -> str:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
@@ -28,6 +30,7 @@ EXCHANGE_TIMEOUT = timedelta(minutes=20)
 # torch's elastic launcher sets TORCHELASTIC_RUN_ID. accelerate's launcher for one process sets ACCELERATE_DYNAMO_BACKEND.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver is loaded
+_claimed_gpu: socket.socket | None = None  # shows other processes which GPU this job of a joblib sweep uses
 
 
 def start_accelerator(
@@ -41,6 +44,7 @@ def start_accelerator(
         # Import torch.distributed.nn.functional before a process group exists. If AdamW imports the module later, its default
         # arguments keep the process group alive forever. gloo's threads can then abort the process when it exits.
         importlib.import_module("torch.distributed.nn.functional")
+    prepare_job()
     check_gpus()
     # In a sweep, reset the accelerate state from the previous run. The processes stay connected.
     if is_initialized():
@@ -86,6 +90,40 @@ def connecting(timeout: timedelta) -> Iterator[None]:
             yield
     except (torch.distributed.DistError, ValueError) as e:  # ValueError: a variable is missing or not a number
         raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
+
+
+def prepare_job() -> None:
+    """Set the environment of a job that a launcher of Hydra started: torch's variables for submitit, one GPU for joblib."""
+    if "SUBMITIT_EXECUTOR" in os.environ and "RANK" not in os.environ:
+        import submitit  # an optional package, which must be there in its own job
+
+        if submitit.JobEnvironment().num_tasks > 1:
+            # accelerate chooses the GPU by LOCAL_RANK, so every process must see all GPUs of its node.
+            submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    elif HydraConfig.initialized() and HydraConfig.get().runtime.choices["hydra/launcher"] == "joblib":
+        claim_gpu()
+
+
+def claim_gpu() -> None:
+    """Let this process use only one GPU, which no other job of a joblib sweep on this machine uses, until the process ends.
+
+    Raises UserError if other jobs use all GPUs.
+    """
+    global _claimed_gpu
+    num_gpus = torch.cuda.device_count()  # does not initialise CUDA, which would ignore later changes of the environment
+    if _claimed_gpu is not None or num_gpus == 0 or parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for gpu in visible.split(",") if visible else map(str, range(num_gpus)):
+        claimed = socket.socket(socket.AF_UNIX)
+        try:
+            claimed.bind(f"\0tread_gpu_{gpu}")  # a name in memory, which Linux frees when the process ends
+        except OSError:
+            claimed.close()
+            continue
+        os.environ["CUDA_VISIBLE_DEVICES"], _claimed_gpu = gpu, claimed
+        return log.info("this job uses GPU %s", gpu)
+    raise UserError(f"the jobs of sweeps use all {num_gpus} GPUs of this machine; set hydra.launcher.n_jobs={num_gpus} or less")
 
 
 def check_gpus() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +26,7 @@ from runtime.compilation import resolve_compile
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
         )
 
 
-def retry_if_removed(accelerator: Accelerator, command: Callable[[], None]) -> None:
+def retry_if_removed(accelerator: Accelerator, command: Callable[[], T]) -> T:
     """Call `command`, and call it again if a running trainer removed the checkpoint that `command` had found, but not yet loaded.
 
     Several processes cannot start again together, so they raise UserError.

@@ -32,7 +32,7 @@ HAPPENED = "<it happened>"  # printed when a disturbance begins
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 _CONTEXT = multiprocessing.get_context("forkserver")
 # All commands, and the modules that they import late.
-_IMPORTED = "train sample fid prepare_latents hydra._internal.hydra matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
+_IMPORTED = "train sample fid prepare_latents matplotlib.pyplot scipy.linalg timm.layers torch._dynamo"
 _IMPORTED += " torch.distributed.nn.functional evaluations.classifiers extras.alignment"
 _IMPORTED += " extras.lightningdit pytest"
 

@@ -1,18 +1,22 @@
 """What commands print and return: one line for a user's error, a traceback for a bug, sweeps, help."""
 
 import signal
+import subprocess
+import sys
 import weakref
 
+import hydra
 import pytest
 import torch
-from conftest import TINY, forget_accelerate, metrics, run_python
+from conftest import REPOSITORY, TINY, forget_accelerate, metrics, run_python
 from forked import launch, run
 
 import prepare_latents
 from common.errors import UserError
 from common.types import PositiveInt, Text
 from configs import command_line
-from configs.command_line import guard, run_command
+from configs.command_line import guard, run_command, run_job
+from configs.compose import CONFIGS
 from configs.schema import TrainConfig
 from runtime import machine
 
@@ -42,7 +46,7 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
     names = {f"digits_tread_batch_size-4_seed-1_precision-{precision}" for precision in ("fp32", "bf16")}
-    assert {path.name for path in runs.iterdir() if path.is_dir()} == names
+    assert {path.name for path in runs.iterdir() if path.is_dir()} == {*names, ".sweeps"}
     first = {name: metrics(runs / name)[1]["loss"] for name in names}
     assert len(set(first.values())) == 2
     again = run(tmp_path, arguments)
@@ -58,28 +62,79 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
     assert not (tmp_path / "refused").exists()
 
 
-def test_unreadable_arguments_give_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for arguments, words in (
-        (["output_dir=out dir ü"], "LexerNoViableAltException: output_dir=out dir ü .*override_grammar"),
-        (["model=3"], "Config group override must be a string"),
-        (["-m", "seed=0,1", "hydra/launcher=joblib"], "hydra/launcher=joblib: settings of Hydra itself, such as launchers"),
-        (["guidance=cfg", "cfg_scale=1.5"], "cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
+def start(monkeypatch, main, arguments, full_errors="0"):
+    """Run `main` in this process as train.py runs its own `main`."""
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    monkeypatch.setenv(command_line.FULL_ERRORS, full_errors)
+    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
+    guard(command(lambda cfg: run_job(main, cfg, TrainConfig)), "config")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.lrr=1"], "^error: train.lrr is not a key; nearest: train.lr$"),
+        (["guidance=cfg", "cfg_scale=1.5"], "^error: cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
+        (["-m", "model=dit,tread", "model.rutes=[]"], "^error: model.rutes is not a key; nearest: model.routes$"),
+        (["model=3"], "^error: Config group override must be a string"),
+        (["model=treat"], "^error: In 'config': Could not find 'model/treat' Available options in 'model': dit "),
+        (["guidance={w:2}"], "^error: guidance.w is not a key"),
+        (["model={routs:[]}"], "^error: model.routs is not a key; nearest: model.routes$"),
         (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}.*Cannot merge DictConfig with ListConfig"),
-        (["-m", "train.lr=1e-3,abc"], "error: train.lr='abc': .*number"),
-        (["-m", "seed=0", "experiment=table2/dit_b2,table2/dit_b1"], "table2/dit_b1 is not a row"),
-        (["-m", "eval.num_steps=3,5"], "have the folder runs/digits_tread: eval.num_steps=3 and eval.num_steps=5"),
+        (["data.path=cats #2"], """^error: data.path=cats #2 is not readable: .* as in 'data.path="cats #2"' """),
+        (["data.path=a=b"], """as in 'data.path="a=b"' """),
+        (["output_dir=out dir ü"], """as in 'output_dir="out dir ü"' """),
+        (["experiment=table2/dit_b3"], "^error: experiment=table2/dit_b3 is not in .*; nearest: table2/dit_b2"),
+        (["seed=0,1"], "^error: Ambiguous value for argument 'seed=0,1' .*multirun"),
+        (["hydra/launcher=slurm"], "^error: In 'hydra/config': Could not find 'hydra/launcher/slurm' Available options"),
+        (["--resolve"], "^error: The --resolve flag can only be used"),
+        (["name="], "^error: name: '' is not a folder name"),
+        (["name=a/b"], "^error: name: 'a/b' is not a folder name"),
+        (["-m", "seed=0", "output_dir=2024_11_25"], "output_dir=20241125: Input should be a valid string"),
+    ],
+)
+def test_wrong_arguments_give_one_line(monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=words) as left:
+        start(monkeypatch, lambda cfg: 1 / 0, arguments)
+    assert len(left.value.code.splitlines()) == 1 + ("-m" in arguments and "rutes" not in left.value.code)
+    assert not [*tmp_path.glob("*/[!.]*")]  # no run
+
+
+def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_they_were_typed(monkeypatch, tmp_path):
+    found = []
+    for arguments, values in (
+        (["name=2024_11_25", "output_dir=1e3"], ("2024_11_25", "1e3", "digits")),
+        (["name=007", """data.path="a b=c, #d 'e'\""""], ("007", "runs", "a b=c, #d 'e'")),
+        (["name=7", "data.path=a b"], ("7", "runs", "a b")),
     ):
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-        monkeypatch.setenv(command_line.FULL_ERRORS, "0")
-        with pytest.raises(SystemExit, match=words):
-            command_line.run(lambda cfg: 1 / 0, "config", TrainConfig, "")
-    monkeypatch.setattr("sys.argv", ["train.py", "--model", "tread"])
-    with pytest.raises(SystemExit):
-        command_line.run(lambda cfg: 1 / 0, "config", TrainConfig, "")
-    assert "usage: train.py [-h] [-m] [--cfg {job}] [key=value ...]" in (shown := capsys.readouterr().err)
-    assert "unrecognized arguments: --model" in shown
-    assert not list(tmp_path.iterdir())
+        start(monkeypatch, found.append, ["data.path=digits", *arguments])
+        assert (found[-1].name, found[-1].output_dir, found[-1].data.path) == values
+
+
+def test_a_sweep_goes_on_after_a_failed_run_and_names_the_failed_runs_at_the_end(monkeypatch, tmp_path, caplog):
+    found = []
+    with pytest.raises(SystemExit) as left:
+        start(monkeypatch, found.append, ["-m", "train.lr=1,-1,x,2", f"output_dir={tmp_path}"])
+    assert [cfg.train.lr for cfg in found] == [1, 2]
+    where = f"output_dir={tmp_path}"
+    assert left.value.code == (
+        "error: these runs of the sweep failed\n"
+        f"- train.lr=-1 {where}: train.lr=-1: Input should be greater than 0\n"
+        f"- train.lr=x {where}: train.lr='x': Input should be a valid number"
+    )
+    assert [record.message for record in caplog.records if "greater than 0" in record.message]  # when it failed
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):  # a bug keeps its traceback
+        start(monkeypatch, lambda cfg: 1 / 0, ["-m", "seed=0,1", where])
+    with pytest.raises(SystemExit, match="(?s)Traceback.*UserError"):
+        start(monkeypatch, found.append, ["-m", "train.lr=-1,1", where], full_errors="1")
+
+
+def test_two_runs_of_a_sweep_never_share_a_folder(monkeypatch, tmp_path):
+    found = []
+    with pytest.raises(SystemExit, match=f"two runs of the sweep have the folder {tmp_path}/digits_tread: eval.num_steps=3"):
+        start(monkeypatch, found.append, ["-m", "eval.num_steps=3,5", f"output_dir={tmp_path}"])
+    assert [cfg.eval.num_steps for cfg in found] == [3]
 
 
 class Trainer:
@@ -94,10 +149,8 @@ def fail_in_a_sweep(cfg):
 
 def test_the_failed_run_of_a_sweep_leaves_nothing_in_memory_for_the_next(monkeypatch, tmp_path):
     started.clear()
-    monkeypatch.setattr("sys.argv", ["train.py", "-m", "seed=0,1", f"output_dir={tmp_path}"])
-    monkeypatch.setenv(command_line.FULL_ERRORS, "0")
     with pytest.raises(SystemExit, match="diverged"):
-        command_line.run(fail_in_a_sweep, "config", TrainConfig, "")
+        start(monkeypatch, fail_in_a_sweep, ["-m", "seed=0,1", f"output_dir={tmp_path}"])
     assert [alive for _, alive in started] == [[], [None]]
 
 
@@ -122,16 +175,32 @@ def test_commands_without_a_configuration_take_their_functions_parameters_as_yam
     assert "sigma_data: PositiveFloat = 0.5" in (shown := capsys.readouterr().out) and "Read all latents, print" in shown
     run_command(prepare_latents.COMMANDS, "", ["encode", "--help"], prepare_latents.KEYS)
     assert "flips: bool = False  # true also encodes the mirrored images" in capsys.readouterr().out
+    run_command(commands, "", ["count", "path=2024_11_25", "number=1e3"])
+    run_command(commands, "", ["count", """path="cats, #2 = [x] 'y'\""""])
+    run_command(commands, "", ["count", "number=2"], path="given")
+    assert called[1:] == [("2024_11_25", 1000, (), False), ("cats, #2 = [x] 'y'", 3, (), False), ("given", 2, (), False)]
     for arguments, words in (
         (["mount"], "mount.*count"),
         (["count"], "path= is missing"),
         (["count", "path=x", "nunber=4"], "nunber is not a key; nearest: number"),
         (["count", "path=x", "number=four"], "number='four'"),
         (["count", "path=x", "number"], "'number' is not of the form key=value"),
-        (["count", "path=[x"], "expected ',' or ']'"),
+        (["count", "path=[x"], "path=.x is not readable"),
+        (["count", "path=cats #2"], """path=cats #2 is not readable: .* as in 'path="cats #2"' """),
+        (["count", "path=rgb(1, 2, 3)"], """as in 'path="rgb.1, 2, 3."' .*Unknown function 'rgb'"""),
+        (["count", "path=x", "shares=1,2"], "shares=1,2: write a list as shares=.a,b., and text with commas as 'shares=\"a,b\"'"),
     ):
         with pytest.raises(UserError, match=words):
             run_command(commands, "", arguments)
+
+
+def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_with_closed_streams(tmp_path):
+    for arguments in ("train.py --help", "train.py --cfg job", "prepare_latents.py --help"):
+        line = f"{sys.executable} {arguments} | head -c 1; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) in ((128 + signal.SIGPIPE, ""), (0, "")), done  # 0: it wrote before the end
+    code = "import sys; from configs.command_line import guard; guard(lambda: sys.stderr.write(str(1)))"
+    assert subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -c '{code}'"], cwd=REPOSITORY).returncode == 0
 
 
 def test_help_and_configurations_are_printed_on_request():

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
-from conftest import checked
+from conftest import checked, run_python
+from omegaconf import OmegaConf
 
 from common.errors import UserError
-from configs.compose import compose_overrides, find_row
+from configs.compose import compose_overrides
 from extras.experiments import ROWS
 from sampling.recipe import check_guidance
 
@@ -33,10 +34,38 @@ def test_every_experiment_composes_and_builds(name):
 
 def test_no_two_rows_share_a_name_or_run_and_an_unknown_row_is_refused():
     assert len({name.replace("/", "_") for name in ROWS}) == len(ROWS) == 68
-    assert find_row(["seed=1"]) is find_row(["experiment=null"]) is None
-    assert find_row(["experiment=table2/dit_b2", "seed=0"]) == ROWS["table2/dit_b2"]
-    with pytest.raises(UserError, match="experiment=table2/dit_b3 is not a row .*nearest: table2/dit_b2"):
-        find_row(["experiment=table2/dit_b3"])
+    assert compose_overrides(["seed=1"]).experiment is None
+    for unknown in ("table2/dit_b3", "table2/dit-b2", "tabel2/dit_b2"):
+        with pytest.raises(UserError, match=f"experiment={unknown} is not in .*nearest: table2/dit_b2"):
+            compose_overrides([f"experiment={unknown}"])
+
+
+def test_rows_are_a_group_whose_values_come_after_those_of_other_groups_and_before_other_arguments():
+    for overrides in (["train.lr=3e-4", "experiment=lightning/xl1_tread"], ["experiment=lightning/xl1_tread", "train.lr=3e-4"]):
+        cfg = compose_overrides([*overrides, "model=lightningdit"])
+        assert (cfg.data.name, cfg.diffusion.name, cfg.data.in_channels) == ("vavae_imagenet256", "sit", 32)
+        assert (cfg.model.name, cfg.model.backbone, cfg.model.fp32_after_route) == ("lightningdit", "LightningDiT-XL/1", False)
+        assert (cfg.train.lr, cfg.experiment.name) == (3e-4, "lightning/xl1_tread")
+    assert "arguments" not in cfg.experiment
+
+
+def test_the_row_is_what_its_arguments_compose_to_without_the_group():
+    for name in COMPOSED:
+        row, cfg = ROWS[name], compose_overrides([f"experiment={name}"])
+        plain = compose_overrides([f"name={cfg.name}", *row.arguments.split()])
+        cfg.experiment = None
+        assert OmegaConf.to_container(cfg) == OmegaConf.to_container(plain)
+
+
+def test_a_users_own_experiment_works_beside_the_rows(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    mine = "# @package _global_\ndefaults: [table2/dit_b2_tread, override /model: dit, _self_]\nname: mine\ntrain: {lr: 3e-4}"
+    (tmp_path / "experiment" / "mine.yaml").write_text(mine)
+    code, output = run_python("train.py", "--config-dir", tmp_path, "experiment=mine", "--cfg=job")
+    cfg = OmegaConf.create(output)
+    assert code == 0 and (cfg.name, cfg.model.name, cfg.train.lr, cfg.data.name) == ("mine", "dit", 3e-4, "imagenet256")
+    code, output = run_python("train.py", "--config-dir", tmp_path, "experiment=mime")
+    assert code == 1 and "experiment=mime is not in" in output
 
 
 def test_experiments_are_evaluated_during_training_and_at_the_end_with_the_papers_number_of_samples():

@@ -30,6 +30,12 @@ PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
 
+def pass_on(signum: int | None) -> None:
+    """Call the handler that a warning signal had before training. submitit's handler requeues the job and exits."""
+    if signum not in (None, *URGENT) and callable(handler := signal.getsignal(signum)):
+        handler(signum, None)
+
+
 class StopSignal:
     """A signal handler that tells every process consistently whether to stop training.
 
@@ -47,8 +53,8 @@ class StopSignal:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=STOP_TIMEOUT)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
-        # Do not replace the handlers of warning signals that are already handled or ignored. For example, nohup ignores SIGHUP.
-        signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) == signal.SIG_DFL]
+        # Do not handle warning signals that are ignored or that C code handles. For example, nohup ignores SIGHUP.
+        signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) not in (signal.SIG_IGN, None)]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGRTMIN)

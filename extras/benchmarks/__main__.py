@@ -16,7 +16,6 @@ followed by one row per variant. `make gpu` runs tests/gpu and these benchmarks,
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
@@ -34,11 +33,11 @@ OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = arguments or ["--help"]
+    given = {}
     if name in ("step", "profile") and not cli.HELP & {*settings}:
-        own = [argument for argument in settings if argument.partition("=")[0] in OWN_KEYS]
-        others = [argument for argument in settings if argument not in own]
-        settings = [*own, f"overrides={json.dumps(others)}"]
-    cli.run_command(COMMANDS, __doc__, [name, *settings])
+        given["overrides"] = [argument for argument in settings if argument.partition("=")[0] not in OWN_KEYS]
+        settings = [argument for argument in settings if argument not in given["overrides"]]
+    cli.run_command(COMMANDS, __doc__, [name, *settings], **given)
 
 
 if __name__ == "__main__":
