@@ -162,7 +162,8 @@ class RouteEnd(nn.Module):
         """Args:
             x: Kept tokens after the route, (B, K, D). At ratio 1, K is 0.
             x_before: All tokens before the route, (B, N, D).
-            ids_keep: Positions of the kept tokens, (B, K) int64. At ratio 0, x contains all tokens and ids_keep is None.
+            ids_keep: Positions of the kept tokens, (B, K) int64. In evaluation mode at ratio 0, x contains all tokens, and
+                ids_keep is None.
             inputs: The `route_inputs` of `DiT.forward`.
 
         Returns:
@@ -300,7 +301,7 @@ class DiT(nn.Module):
             if i in active:
                 number, ratio, last, end = active[i]
                 x_before = h  # (B, N, D)
-                if ratio > 0:
+                if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
                     noise = None if route_noise is None else route_noise[:, number]
                     ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)

@@ -62,8 +62,6 @@ class Fusion(dit.RouteEnd):
         """
         masked = self.mask_token.to(x_before.dtype).expand_as(x_before)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
-        if inputs is None and ids_keep is None:  # the mask token gets a gradient of zero, because DDP requires a gradient
-            inputs = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         if inputs is not None:
             after = torch.where(inputs[:, None, None], masked, after)
         return self.proj(torch.cat([x_before, after], dim=2)).to(x_before.dtype)  # under autocast, the residual stream is float32

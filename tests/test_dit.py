@@ -181,7 +181,7 @@ def test_noise_of_a_wrong_number_of_routes_and_an_unknown_initialization_are_ref
 
 
 def test_a_route_end_of_another_class_gets_every_route_and_its_inputs():
-    """The recipe in docs/extending.md: the signature of a route end, K = 0 at ratio 1, and no positions at ratio 0."""
+    """The recipe in docs/extending.md: the signature of a route end, K = 0 at ratio 1, and None in evaluation at ratio 0."""
     calls = []
 
     class Sum(dit.RouteEnd):
@@ -198,8 +198,9 @@ def test_a_route_end_of_another_class_gets_every_route_and_its_inputs():
     assert net.state_dict().keys() == small().state_dict().keys()
     mark = torch.ones(3)
     net.train()(x, t, y, route_inputs=mark)
+    net(x, t, y, selection_ratios=0.0)
     net.eval()(x, t, y, selection_ratios=[1.0, 0.0])
-    assert calls == [(12, N, 12, mark), (4, N, 4, mark), (0, N, 0, None), (N, N, None, None)]
+    assert calls == [(12, N, 12, mark), (4, N, 4, mark), *[(N, N, N, None)] * 2, (0, N, 0, None), (N, N, None, None)]
 
 
 def test_embedded_patches_are_contiguous():
