@@ -76,9 +76,8 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FolderName = Annotated[Text, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
-Detector = Annotated[
-    str, types.matching("inception|dinov2|digits|small-[a-z][a-z0-9_]*", "inception, dinov2, digits or small-<set>")
-]
+_DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
+Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Classes = Annotated[list[int | str], BeforeValidator(parse_classes)]
 Weights = Literal["ema", "raw"]

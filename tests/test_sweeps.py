@@ -1,0 +1,119 @@
+"""Sweeps by Hydra's launchers and sweepers: what fails, what is killed, what is repeated."""
+
+import json
+import os
+import signal
+import socket
+
+import psutil
+import pytest
+from conftest import TINY, checked, forget_accelerate, metrics, wait_for
+from forked import Command, run
+
+import train as script
+from checkpoints import store
+from common.errors import UserError
+from runtime import machine
+
+
+def runs_of(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def run_sweep(folder, arguments):
+    return Command(folder, arguments, small=False).finish(limit_sec=170)  # launchers import torch in new processes
+
+
+def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_nothing(tmp_path):
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    arguments = ["train.py", "-m", *launcher, *TINY, "name=s${seed}", "output_dir=runs", "seed=0,-1,1", "train.num_steps=2"]
+    outcome = run_sweep(tmp_path, arguments)
+    assert outcome.code == 1 and runs_of(tmp_path / "runs") == ["s0", "s1"], outcome.output
+    assert "error: these runs of the sweep failed\n- " in outcome.output and "Traceback" not in outcome.output
+    assert outcome.output.strip().endswith("seed=-1 train.num_steps=2: seed=-1: Input should be greater than or equal to 0")
+    assert [metrics(tmp_path / "runs" / name)[-1]["step"] for name in ("s0", "s1")] == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    again = run_sweep(tmp_path, [argument.replace("0,-1,1", "0,1") for argument in arguments])
+    assert again.code == 0 and again.output.count("this run is complete at step 2") == 2, again.output
+
+
+def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(tmp_path):
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=20"]
+    arguments = [*TINY, "name=run", "output_dir=runs", "train.num_steps=80", "seed=3"]
+    sweep = Command(tmp_path, ["train.py", "-m", *launcher, *arguments], small=False)
+    run_folder = tmp_path / "runs" / "run"
+    try:
+        wait_for(lambda: not sweep.process.is_alive() or (run_folder / "metrics.jsonl").exists() and metrics(run_folder))
+        tasks = [task for job in psutil.Process(sweep.process.pid).children() for task in job.children()]
+        for task in tasks:  # as at the time limit, or on preemption
+            task.send_signal(signal.SIGUSR2)
+    finally:
+        outcome = sweep.finish(limit_sec=170)
+    logs = "\n".join(file.read_text() for file in sorted((tmp_path / "runs" / ".sweeps").rglob("*_log.*")))
+    assert outcome.code == 0 and len(tasks) == 2, outcome.output + logs
+    assert "SIGUSR2: stopping after this step, with a checkpoint" in logs and "Requeued job" in logs, logs
+    steps = [record["step"] for record in metrics(run_folder)]
+    assert steps == list(range(1, 81))
+    starts = [json.loads(line) for line in (run_folder / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 2 and 0 == starts[0]["step"] < starts[1]["step"] < 80
+    assert list(store.list_steps(run_folder / "checkpoints"))[-1] == 80 and "batch 4, lr 0.002 (constant), 2 x cpu" in logs
+
+
+def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_path):
+    arguments = ["train.py", "-m", "hydra/launcher=submitit_local", *TINY, "output_dir=runs", "seed=0"]
+    outcome = run(tmp_path, arguments, WORLD_SIZE="2", RANK="0")
+    assert outcome.code == 1 and "hydra/launcher=submitit_local starts the processes itself" in outcome.output, outcome.output
+
+
+def test_each_job_of_a_joblib_sweep_claims_a_gpu_or_says_that_there_are_too_few(monkeypatch):
+    for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
+    names = [f"test{os.getpid()}_{i}" for i in range(2)]
+    claims = []
+    for name in names:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+        monkeypatch.setattr(machine, "_claimed_gpu", None)  # as in the next process
+        machine.claim_gpu()
+        claims.append(machine._claimed_gpu)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == name
+        machine.claim_gpu()  # the worker's next job
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == name and machine._claimed_gpu is claims[-1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    monkeypatch.setattr(machine, "_claimed_gpu", None)
+    with pytest.raises(UserError, match="use all 2 GPUs of this machine; set hydra.launcher.n_jobs=2 or less"):
+        machine.claim_gpu()
+    claims[0].close()  # the process ends
+    machine.claim_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == names[0]
+    assert isinstance(machine._claimed_gpu, socket.socket)
+    machine._claimed_gpu.close()
+    claims[1].close()
+
+
+def test_optuna_searches_a_guidance_scale_and_its_points_are_in_the_one_table(train, tmp_path):
+    folder = train("run", "train.num_steps=2")
+    search = ["fid.py", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    search += ["hydra.sweeper.sampler.seed=0", "cfg_scale=interval(1.1,2.0)"]
+    point = [f"checkpoint={folder}", "num_samples=20", "num_steps=2", "batch_size=20", "guidance=cfg"]
+    outcome = run_sweep(tmp_path, [*search, *point])
+    assert outcome.code == 0, outcome.output
+    lines = [json.loads(line) for line in (folder / "evaluations" / "results.jsonl").read_text().splitlines()]
+    values = {line["point"]["cfg_scale"]: line["metrics"]["fd_digits"] for line in lines}
+    assert len(values) == 3 and all(1.1 <= scale <= 2 for scale in values)
+    assert f"Best value: {min(values.values())}" in outcome.output
+    again = run_sweep(tmp_path, [*search, *point])
+    assert again.code == 0 and again.output.count("0 of 1 evaluations to do") == 3, again.output
+
+
+def test_train_returns_the_first_metric_of_its_last_evaluation(tmp_path):
+    evaluation = ["eval.every=2", "eval.num_samples=20", "eval.num_steps=2", "eval.cfg_scales=[1.0,1.5]", "train.num_steps=4"]
+    arguments = [*TINY, "name=run", f"output_dir={tmp_path}", *evaluation]
+    values = []
+    for _ in range(2):  # the second time, the run is complete
+        forget_accelerate()
+        values.append(script.main(checked(arguments)))
+    last = [line["metrics"]["fd_digits"] for line in metrics(tmp_path / "run") if "metrics" in line and line["step"] == 4]
+    assert len(last) == 2 and values == [min(last)] * 2
+    forget_accelerate()
+    assert script.main(checked([*TINY, "name=other", f"output_dir={tmp_path}", "train.num_steps=1"])) is None
