@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from checkpoints import store
-from common.files import read_json, read_lines, write_atomically
+from common.files import read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
 from evaluations.results import plot
@@ -34,7 +34,7 @@ from extras.benchmarks.contrasts import (
     show,
 )
 from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import show_guided
+from extras.benchmarks.guided import ema_hashes, show_guided
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
@@ -280,8 +280,7 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
         config, start = store.read_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         about = {"arm": arm, "seed": config["seed"], "lr": config["train"]["lr"], "commit": start["commit"]}
-        manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
-        weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
+        weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
         speeds = []
         for line in read_lines(run / "metrics.jsonl"):
             if "steps_per_sec" in line:
