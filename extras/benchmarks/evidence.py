@@ -15,10 +15,9 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from checkpoints import store
 from checkpoints.load import load_config
 from checkpoints.run import read_metrics
-from common.files import read_json, read_lines, write_atomically
+from common.files import read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
 from evaluations.results import plot
@@ -36,7 +35,7 @@ from extras.benchmarks.contrasts import (
     show,
 )
 from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import show_guided
+from extras.benchmarks.guided import ema_hashes, show_guided
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
@@ -282,8 +281,7 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
         cfg, start = load_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         about = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
-        manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}
-        weights = {step: {"ema": read_json(file)["ema.safetensors"]["blake2b"]} for step, file in manifests.items()}
+        weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
         trained = read_metrics(run / "metrics.jsonl")
         speeds = [line["steps_per_sec"] for line in trained["training"]]
         for line in trained["evaluation"]:

@@ -192,7 +192,7 @@ def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Rec
         sys.stderr.write(f"{file.stem}: started, see {file}\n")
         code = process.wait()
         recorder.record(*task)
-        sys.stderr.write(f"{file.stem}: {'done' if code == 0 else f'exit code {code}'}\n")
+        sys.stderr.write(f"{file.stem}: ended with code {code}\n")  # also 0 if a signal stopped the training
 
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the runs like Ctrl-C
     threads = ThreadPoolExecutor(jobs)
@@ -234,7 +234,7 @@ class Recorder:
             earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
             hashes = {line["step"]: line["ema"] for line in earlier}
             known = {_identify(line) for line in earlier}
-            for line in read_run(self.runs / f"{arm}_seed{seed}", self.commit):
+            for line in results_of_run(self.runs / f"{arm}_seed{seed}", self.commit):
                 if hashes.get(line["step"], line["ema"]) != line["ema"]:
                     raise UserError(
                         f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
@@ -249,7 +249,13 @@ def _identify(line: dict) -> tuple:
     return line["step"], line.get("guidance"), line.get("scale"), line.get("first_seed"), "steps_per_sec" in line
 
 
-def read_run(run: Path, without_git: str | None) -> Iterator[dict]:
+def ema_hashes(run: Path) -> dict[int, str]:
+    """Return the hash of the EMA weights in each checkpoint of a run, by step."""
+    folders = store.list_steps(run / "checkpoints")
+    return {step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"] for step, folder in folders.items()}
+
+
+def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
     """Yield the results of a run: validation losses, evaluations, and after its last step the times of the steps.
 
     `without_git` is the commit to record if the repository has no git history.
@@ -259,10 +265,7 @@ def read_run(run: Path, without_git: str | None) -> Iterator[dict]:
     import torch
 
     starts, lr = list(read_lines(run / "starts.jsonl")), store.read_config(run)["train"]["lr"]
-    hashes = {
-        step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"]
-        for step, folder in store.list_steps(run / "checkpoints").items()
-    }
+    hashes = ema_hashes(run)
     commit, modified = git_commit()
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
@@ -317,7 +320,7 @@ def show_guided(lines: list[dict]) -> None:
                 rows.append([arm, time, name, f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
     show(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
 
-    primary, secondary = compare(lines)
+    primary, secondary = compare_at_best_guidance(lines)
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
     decisive, others = (
         [[name, str(contrast.df + 1), contrast.text(shown)] for name, shown, contrast in part] for part in (primary, secondary)
@@ -341,7 +344,7 @@ def show_guided(lines: list[dict]) -> None:
     show(["time of a step", "median over seeds", "lowest and highest"], rows)
 
 
-def compare(lines: list[dict]) -> tuple[list[tuple], list[tuple]]:
+def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple]]:
     """Return the primary and secondary outcomes: (name, function that formats an estimate, contrast). All are paired by seed.
 
     Outcomes with fewer than two common seeds are omitted.
