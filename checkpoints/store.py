@@ -157,7 +157,7 @@ def verify(folder: Path) -> None:
 
 
 def _read_state(folder: Path) -> dict:
-    with as_user_error(folder / "state.json"):
+    with _reading(folder), as_user_error(folder / "state.json"):
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no step")
