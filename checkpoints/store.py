@@ -195,7 +195,7 @@ def verify(folder: Path, reads: Collection[str] | None = None) -> None:
 
 
 def _read_state(folder: Path) -> dict:
-    with as_user_error(folder / "state.json"):
+    with reading(folder), as_user_error(folder / "state.json"):
         state = read_json(folder / "state.json")
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no step")

@@ -93,7 +93,8 @@ class Judge:
     def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that have no stored results yet. Returns the results of all points.
 
-        If one of several checkpoints was removed before its first point, its points are left out.
+        Points whose weights were removed before they were loaded are left out. Raises CheckpointRemoved if only one checkpoint
+        was given and no point is finished, or if there are several processes.
         """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
@@ -112,8 +113,9 @@ class Judge:
                 try:
                     features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
                 except store.CheckpointRemoved as e:
-                    if len(self.folders) == 1 or self.accelerator.num_processes > 1:
-                        raise  # see `retry_if_removed`
+                    # Before the first point, `retry_if_removed` can still choose another checkpoint without repeating work.
+                    if (len(self.folders) == 1 and not finished) or self.accelerator.num_processes > 1:
+                        raise
                     log.warning("%s; it is left out", e)
                     continue
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))

@@ -221,6 +221,13 @@ def test_a_checkpoint_that_training_removes_is_replaced_by_the_next_newest(edm, 
     with pytest.raises(UserError, match="checkpoint: .*step_0000004 is not the folder of a run or of a complete checkpoint"):
         fid("gone", f"checkpoint={newest}")
 
+    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
+    load._load_network.cache_clear()
+    monkeypatch.setattr(store, "load_weights", lambda *what: (removed_meanwhile if what[1] == "raw" else load_weights)(*what))
+    lines = fid("sweep", f"checkpoint={run}", "num_samples=4", "weights=[ema,raw]", "guidance=cfg", "cfg_scale=[1.0,1.5]")
+    scores = [(line["shown"]["step"], line["shown"]["weights"]) for line in lines]
+    assert scores == [(4, "ema"), (4, "ema")]  # finished points are not repeated with another checkpoint
+
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
