@@ -83,7 +83,7 @@ def read_rgb(
     file: Path | BinaryIO,
     background: str = "white",
     modes: tuple[str, ...] = MODES,
-    value_range: tuple[float, float] | None = None,
+    value_range: Sequence[float] | None = None,
 ) -> tuple[Image.Image, list[str]]:
     """Decode an image to 8-bit RGB and apply its EXIF orientation. Also return what a viewer of the file might miss.
 
@@ -116,7 +116,7 @@ def read_rgb(
     return canvas.convert("RGB"), notes + (["transparent"] if layer.getextrema()[3][0] < 255 else [])
 
 
-def _to_grey(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> Image.Image:
     """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white."""
     if value_range is None:
         low, high = image.getextrema()

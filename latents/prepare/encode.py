@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import Counter
@@ -147,7 +148,7 @@ def encode_images(
     pin_memory = accelerator.device.type == "cuda"
     batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
-    with bar, ThreadPoolExecutor(1) as pool:
+    with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
             kept, left_out, jpegs, notes, encoded = [], [], [], Counter(), [_no_latents(vae, cfg)]
