@@ -141,7 +141,7 @@ def test_every_key_with_a_role_exists():
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]='vgg': .*inception.dinov2.digits.small-"),
         ("name=a/b", "name='a/b': String should match pattern"),
         ("name=..", "name='..': String should match pattern"),
-        ("name=", "name='': String should match pattern"),
+        ("name=", "name='': String should have at least 1 character"),
         ("model.routes=null", "model.routes is not set: .*list"),
         ("train.lr=true", "train.lr: True is not a number"),
         ("diffusion.sampler.num_steps=true", "num_steps: True is not a number"),

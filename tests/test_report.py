@@ -249,6 +249,7 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
     point = {"checkpoint": f"{run}/checkpoints/step_0400000", "weights": "ema", "num_steps": 40, "num_samples": 50_000}
     point |= {"cfg_scale": 1.0, "autoencoder": None, "detector": "inception", "content": "c", "reference": "abc"}
     sparse = {key: value for key, value in point.items() if key != "cfg_scale"} | {"guidance": "sparse", "guidance.w": 1.5}
+    sparse["guidance.level_lo"] = None  # a setting that is not used has no words
     (tmp_path / "evaluations").mkdir()
     file = tmp_path / "evaluations" / "results.jsonl"
     gone = point | {"checkpoint": "gone/checkpoints/step_0400000"}
@@ -263,6 +264,12 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path):
         ("guidance sparse, guidance.w 1.5", "weights ema, num_steps 40, reference abc"): {400_000: 32.0},
     }
     assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
+
+
+def test_fractions_are_compared_by_their_difference(tmp_path):
+    make_run(tmp_path, f"experiment={DIT}", fid={400_000: 0.0098}, metric="precision", num_samples=500)
+    make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 0.0501}, metric="precision", num_samples=500)
+    assert rows(results_table, tmp_path)[TREAD]["precision"] == "0.050 (dense 0.010, +0.040)"
 
 
 def test_the_hours_of_a_resumed_run_follow_the_speed_in_each_of_its_lines(tmp_path):
@@ -287,7 +294,7 @@ def test_unreadable_runs_are_listed_and_the_others_are_shown(runs):
     assert len(found) == 4 and rows(results_table, runs)[DIT]["fid"].startswith("40.00 ± 1.41 ")
     said = {Path(path).relative_to(runs).parts[0]: words for path, words in problems.items()}
     assert said.keys() == {"torn", "foreign", "list", "empty"} and said["empty"] == "no figures yet"
-    assert said["torn"].startswith("it cannot be read: ") and "not a configuration of train.py" in said["foreign"]
+    assert said["torn"].startswith("cannot be read: ") and "not a configuration of train.py" in said["foreign"]
 
 
 def test_the_report_holds_tables_rows_commands_and_machines(runs, capsys):

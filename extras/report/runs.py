@@ -98,7 +98,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             if file.parent.parent.name != "checkpoints":
                 runs.append(read_run(file.parent))
         except UserError as e:
-            problems[str(file)] = str(e)
+            problems[str(file)] = str(e).removeprefix(f"{file} ")
     for file in find_files(folders, "results.jsonl"):
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
