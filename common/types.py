@@ -65,7 +65,7 @@ def matching(pattern: str, words: str) -> AfterValidator:
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{text!r:.100} is not {words}")
-        return text
+        return _short(text)
 
     return AfterValidator(check)
 
@@ -74,5 +74,5 @@ Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterVal
 Text = Annotated[str, Field(min_length=1), AfterValidator(_short)]  # for example a path
 Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
 AutoencoderSpec = Annotated[
-    Text, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
+    str, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
 ]

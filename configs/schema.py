@@ -74,7 +74,7 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[Text, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
+FolderName = Annotated[str, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]

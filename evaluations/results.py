@@ -103,7 +103,7 @@ class Results:
             mark = "" if len(rivals) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
-            cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items()})
+            cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None})
             rows.append(row | {f"{name}_error": error for name, error in errors.items()})
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))

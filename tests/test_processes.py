@@ -1,6 +1,7 @@
 """Two processes: one may work alone for longer than the timeout of an exchange. The other waits, but not forever."""
 
 import json
+import re
 
 import pytest
 from forked import Command
@@ -66,6 +67,27 @@ def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
         monkeypatch.setattr(processes.dist, name, lambda value=value: value)
     with pytest.raises(UserError, match="its 2 processes; .* set ACCELERATE_USE_CPU=true"):
         processes.connect(1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "port", "words"),
+    [
+        ("0", "29587", "process 0 waits for all WORLD_SIZE=2 processes at localhost:29587: .*1/2 clients joined"),
+        ("1", "29588", "process 1 waits for all WORLD_SIZE=2 processes at localhost:29588: .*timed out"),
+        ("0", "abc", "process 0 waits for all WORLD_SIZE=2 processes at localhost:abc: invalid literal"),
+    ],
+)
+def test_a_process_with_the_variables_of_a_launcher_that_has_ended_says_what_it_waits_for(rank, port, words, tmp_path):
+    script = "from datetime import timedelta\nfrom configs.command_line import guard\nfrom runtime import machine\n"
+    script += "guard(lambda: machine.start_accelerator(1, timeout=timedelta(seconds=4)))\n"
+    (tmp_path / "script.py").write_text(script)
+    variables = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    outcome = Command(tmp_path, [str(tmp_path / "script.py")], **variables).finish()
+    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
+    *_, error = outcome.output.strip().splitlines()
+    assert re.match(rf"error \(process {rank}\): {words}.*; to start without a launcher, unset WORLD_SIZE", error), error
+    waiting = f"process {rank} waits for all WORLD_SIZE=2 processes at localhost:{port}, for at most 0 minutes"
+    assert (waiting in outcome.output) == (port == "29587")  # rank 0 says so within seconds, other ranks only after 30 seconds
 
 
 @pytest.fixture

@@ -338,6 +338,7 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path, c
     point = {"checkpoint": f"{run}/checkpoints/step_0400000", "weights": "ema", "num_steps": 40, "num_samples": 50_000}
     point |= {"cfg_scale": 1.0, "autoencoder": None, "detector": "inception", "content": "c", "reference": "abc"}
     sparse = {key: value for key, value in point.items() if key != "cfg_scale"} | {"guidance": "sparse", "guidance.w": 1.5}
+    sparse["guidance.level_lo"] = None  # a setting that is not used has no words
     (tmp_path / "evaluations").mkdir()
     file = tmp_path / "evaluations" / "results.jsonl"
     gone = point | {"checkpoint": "gone/checkpoints/step_0400000"}
@@ -368,6 +369,12 @@ def test_lines_with_other_contents_are_left_out_and_named(runs, caplog):
     first, second = sorted(line for line in caplog.messages if folder.name in line)[:2]
     assert re.search(r"metrics.jsonl: line \d+ is left out: loss=nan: Input should be a finite.* \(4 other lines", first)
     assert re.search(r"starts.jsonl: line 2 is left out: .*time= is missing", second)
+
+
+def test_fractions_are_compared_by_their_difference(tmp_path):
+    make_run(tmp_path, f"experiment={DIT}", fid={400_000: 0.0098}, metric="precision", num_samples=500)
+    make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 0.0501}, metric="precision", num_samples=500)
+    assert rows(results_table, tmp_path)[TREAD]["precision"] == "0.050 (dense 0.010, +0.040)"
 
 
 def test_the_hours_of_a_resumed_run_follow_the_speed_in_each_of_its_lines(tmp_path):
