@@ -120,6 +120,8 @@ def test_a_failed_run_is_named_with_its_log(prepared, monkeypatch):
     monkeypatch.setattr(guided, "command", lambda *_: ["nonsense"])
     with pytest.raises(UserError, match="2 runs are not complete .*dense_seed10.log.*routed_seed10.log.*resumes"):
         guided.guided(seeds=[10], jobs=2, runs="runs/guided", output="results.jsonl")
+    with pytest.raises(UserError, match=r"seeds=\[3\] are not in the rule, which has 10 to 17"):
+        guided.guided(seeds=[3, 10])
     assert "unknown command 'nonsense'" in (prepared / "runs" / "guided" / "dense_seed10.log").read_text()
 
 

@@ -87,8 +87,10 @@ def guided(
         commit: Commit of the code to record on a machine without the git history.
 
     Raises:
-        UserError: A run failed or was stopped. The same command resumes it.
+        UserError: The rule has no such seed, or a run failed or was stopped. The same command resumes it.
     """
+    if unknown := [seed for seed in seeds if seed not in SEEDS]:
+        raise UserError(f"seeds={unknown} are not in the rule, which has {SEEDS[0]} to {SEEDS[-1]}")
     chosen = [(arm, seed) for seed in seeds for arm, plan in ARMS.items() if seed in plan.seeds]
     recorder = Recorder(Path(runs), Path(output), commit)
     # All arms are sampled at all scales before the first comparison, because the mean over seeds chooses the scale.
