@@ -61,12 +61,12 @@ for file in $tests; do
     run_part "$file" $limit_sec -m pytest -v -rs --tb=short -p no:cacheprovider --durations=5 "tests/gpu/$file.py"
 done
 run_part step_xl2 90 $step $xl2 train.batch_size=32 \
-    'variants=[model=dit, model=tread, model=tread train.activation_checkpointing=blocks]'
-run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'variants=[model=dit, model=tread]'
+    'variants=["model=dit","model=tread","model=tread train.activation_checkpointing=blocks"]'
+run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'variants=["model=dit","model=tread"]'
 run_part step_b2 75 $step model.backbone=DiT-B/2 train.batch_size=256 \
-    'variants=[model=dit, model=tread, model=tread train.compile=none]'
+    'variants=["model=dit","model=tread","model=tread train.compile=none"]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
-    --mixed_precision no --dynamo_backend no $step $xl2 'variants=[model=dit, model=tread]'
+    --mixed_precision no --dynamo_backend no $step $xl2 'variants=["model=dit","model=tread"]'
 
 echo "results: $results"
 [ -z "$failed" ] || fail "failed:$failed; $results says why"
