@@ -70,8 +70,10 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     FailedRun.all.clear()
+    # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     try:
-        with end_with_reader(), env_override({FULL_ERRORS: "1"}):  # Hydra raises errors instead of printing them
+        with end_with_reader(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
             action()
             leave_processes()
     except KeyboardInterrupt:

@@ -87,7 +87,7 @@ SMALL = ["train.precision=fp32", "train.batch_size=2", "train.cpu_threads=1", "d
 
 
 def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
-    variants = "variants=[model=dit, model=tread train.grad_accum_steps=2]"
+    variants = 'variants=["model=dit","model=tread train.grad_accum_steps=2"]'
     text, (dense, routed) = run("step", variants, "rounds=2", "steps=1", *SMALL)
     assert (dense["variant"], routed["variant"]) == ("model=dit", "model=tread train.grad_accum_steps=2")
     assert float(routed["GFLOP/image"]) < 0.75 * float(dense["GFLOP/image"]) and float(routed["time / first"]) > 0
@@ -232,7 +232,7 @@ def test_a_wrong_argument_is_refused():
     for arguments, message in (
         (["step", "train.lrr=1"], "train.lrr"),
         (["step", "rounds=0"], "rounds=.*0"),
-        (["step", "variants=[train.precision=fp32, train.precision=bf16]"], "cannot differ in train.precision"),
+        (["step", 'variants=["train.precision=fp32","train.precision=bf16"]'], "cannot differ in train.precision"),
     ):
         with pytest.raises(ValueError, match=message):
             benchmarks.main(arguments)

@@ -34,6 +34,7 @@ def commands_of(page):
             if (scripts := [i for i, word in enumerate(words) if word in SETTINGS]) and "$" not in line:
                 arguments = [word for word in words[scripts[0] + 1 :] if not word.startswith("-")]
                 if "-m" in words[scripts[0] :]:
+                    arguments = [re.sub(r"interval\((.*),.*\)", r"\1", word) for word in arguments]
                     arguments = [word if "[" in word else word.partition(",")[0] for word in arguments]
                 yield words[scripts[0]], arguments
 

@@ -30,7 +30,7 @@ def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_not
     outcome = run_sweep(tmp_path, arguments)
     assert outcome.code == 1 and runs_of(tmp_path / "runs") == ["s0", "s1"], outcome.output
     assert "error: these runs of the sweep failed\n- " in outcome.output and "Traceback" not in outcome.output
-    assert outcome.output.strip().endswith("seed=-1 train.num_steps=2: seed=-1: Input should be greater than or equal to 0")
+    assert outcome.output.strip().endswith("output_dir=runs seed=-1: seed=-1: Input should be greater than or equal to 0")
     assert [metrics(tmp_path / "runs" / name)[-1]["step"] for name in ("s0", "s1")] == [2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     again = run_sweep(tmp_path, [argument.replace("0,-1,1", "0,1") for argument in arguments])

@@ -57,12 +57,12 @@ step="-m extras.benchmarks step rounds=3 steps=10 train.precision=bf16"
 xl2=model.backbone=DiT-XL/2
 # Unquoted variables are several arguments.
 run_part step_xl2 90 $step $xl2 train.batch_size=32 \
-    'variants=[model=dit, model=tread, model=tread train.activation_checkpointing=blocks]'
-run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'variants=[model=dit, model=tread]'
+    'variants=["model=dit","model=tread","model=tread train.activation_checkpointing=blocks"]'
+run_part profile 45 -m extras.benchmarks profile $xl2 train.batch_size=32 'variants=["model=dit","model=tread"]'
 run_part step_b2 75 $step model.backbone=DiT-B/2 train.batch_size=256 \
-    'variants=[model=dit, model=tread, model=tread train.compile=none]'
+    'variants=["model=dit","model=tread","model=tread train.compile=none"]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
-    --mixed_precision no --dynamo_backend no $step $xl2 'variants=[model=dit, model=tread]'
+    --mixed_precision no --dynamo_backend no $step $xl2 'variants=["model=dit","model=tread"]'
 # These limits suit a machine with slow CPU cores, which compile and launch slowly.
 for file in $tests; do
     case $file in test_steps) limit_sec=240 ;; test_runs) limit_sec=240 ;; test_numerics) limit_sec=120 ;; *) limit_sec=50 ;; esac
