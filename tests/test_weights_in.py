@@ -4,6 +4,10 @@ import argparse
 import logging
 import math
 import os
+import re
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from stand_ins import untrained_va_vae
 import dit
 from checkpoints import load, store
 from common.errors import UserError
+from common.files import REPOSITORY
 from configs.command_line import run_command
 from edm import EDM
 from extras import lightningdit
@@ -307,3 +312,33 @@ def test_the_command_line_imports(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         run_command(COMMANDS, "", ["import", f"source={tmp_path / 'weights.pt'}", *settings])
     assert "DiT-XS/2 for latents of 1x8x8, 10 classes" in caplog.text
+
+
+def test_the_script_in_the_documentation_samples_a_run_without_the_rest_of_the_project(train, tmp_path):
+    """The script runs on a digits run, in a folder with only the files that the page names."""
+    run = train("run", "train.num_steps=1", "train.lr=1e-2")
+    text = (REPOSITORY / "docs" / "weights.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    sizes = {"DiT-B/2": "DiT-XS/2", "input_size=32": "input_size=8", "in_channels=4": "in_channels=1"}
+    sizes |= {
+        "num_classes=1000": "num_classes=10",
+        "[207, 360]": "[3, 7]",
+        "(2, 4, 32, 32)": "(2, 1, 8, 8)",
+        "runs/in256/checkpoints/step_0400000": "ema",
+    }
+    for published, small in sizes.items():
+        assert published in script
+        script = script.replace(published, small)
+    for name in ("dit.py", "routing_module.py"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("common", "edm"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    shutil.copytree(run / "checkpoints" / "step_0000001", tmp_path / "ema")
+    lines = ["torch.manual_seed(0)", script, "torch.save((latents, noise), 'latents.pt')"]
+    (tmp_path / "script.py").write_text(script.splitlines()[0] + "\n" + "\n".join(lines))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    latents, noise = torch.load(tmp_path / "latents.pt")
+    net, edm = load.load_network(run / "checkpoints" / "step_0000001", "ema", torch.device("cpu")), EDM()
+    expected = edm.sampler(lambda x, sigma, y: edm.denoise(net, x, sigma, y), noise, torch.tensor([3, 7]))
+    assert torch.allclose(latents, expected, atol=1e-4) and latents.std() > 0.1
