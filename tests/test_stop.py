@@ -102,3 +102,16 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
     assert code == (-signal.SIGKILL if signum == signal.SIGKILL else 1), output
     assert list(store.list_steps(run / "checkpoints")) == [2], output
     assert f"{reason}: stopping after this step" in output and ("Traceback" in output) == (code == 1)  # in the launcher
+
+
+def test_an_interrupted_training_of_a_detector_does_not_promise_a_resume(monkeypatch, tmp_path, capsys):
+    import prepare_latents
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evaluations.classifiers.train_detector", interrupt)
+    monkeypatch.setattr("evaluations.images.open_images", lambda path: None)
+    with pytest.raises(SystemExit) as ended:
+        prepare_latents.detector("images.npz", str(tmp_path / "set.safetensors"), cpu_threads=1)
+    assert ended.value.code == 130 and capsys.readouterr().err.endswith("stopped; nothing was written\n")
