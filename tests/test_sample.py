@@ -289,6 +289,8 @@ def test_nan_from_the_network_and_a_damaged_settings_file_are_reported(runs, sam
     renew_manifest(folder)
     with pytest.raises(UserError, match="the network returns NaN or infinity with precision=fp32"):
         sample("out", "seeds=0", checkpoint=folder)
+    assert not (tmp_path / "out").exists()  # a command that fails leaves no empty folder
+    (tmp_path / "out").mkdir()
     (tmp_path / "out" / "settings.yaml").write_text("guidance: {na")
     with pytest.raises(UserError, match="settings.yaml .choose another output=.* cannot be read: "):
         sample("out", "seeds=0", checkpoint=folder)
