@@ -24,7 +24,9 @@ class Role:
 SameLatents = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"))]
 SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]  # weights: a new label table
 SameWeights = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "report"))]
-SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # state that the optimizer or the EMA continues
+SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # what the optimizer continues
+SameAverages = Annotated[T, Role(("resume", "init_state=all"))]  # averages that go on, but do not change the network
+SameSeed = Annotated[T, Role(("resume",))]  # the report averages over runs with different values
 SameRun = Annotated[T, Role(("resume", "report"))]
 Logged = Annotated[T, Role(("log", "report"))]
 Compared = Annotated[T, Role(("report",))]  # may change on a resume without a message

@@ -1,6 +1,7 @@
-"""Configuration schema for every command: the keys, their types, and the keys that must not change when a run resumes.
+"""Configuration schema for every command: the keys, their types, and the roles of train.py's keys (see common/roles.py).
 
-Each Hydra group has a class in this module. configs/*.yaml define the default values and explain every key in a comment.
+Each Hydra group has a class in this module. configs/*.yaml define the values of new runs and explain every key in a comment. A
+default in a class is the value that older runs meant, which did not store the key (see `configs.settings.read_stored`).
 Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`. Importing torch takes seconds, so
 the modules of the chosen network and diffusion are imported only after all other keys are validated.
 """
@@ -29,7 +30,20 @@ from pydantic import (
 from common import types
 from common.errors import UserError
 from common.files import hash_bytes
-from common.roles import Compared, Free, Logged, Role, SameClasses, SameLatents, SameRun, SameState, SameWeights, Use, roles_of
+from common.roles import (
+    Compared,
+    Free,
+    Logged,
+    SameAverages,
+    SameClasses,
+    SameLatents,
+    SameRun,
+    SameSeed,
+    SameState,
+    SameWeights,
+    Use,
+    roles_of,
+)
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
 
@@ -236,7 +250,7 @@ class Train(Settings):
     grad_clip_norm: Logged[PositiveFloat | None]
     ema_decay: Logged[Fraction | None]
     ema_schedule: SameRun[Literal["warmup", "constant"]] = "warmup"
-    ema_lengths: Annotated[list[EMALength], Role(("resume", "init_state=all"))]
+    ema_lengths: SameAverages[list[EMALength]]
     ema_snapshot_every: Free[PositiveInt | None]
     precision: Logged[Precision]
     tf32: Logged[bool]
@@ -308,7 +322,7 @@ class TrainConfig(Settings):
     name: Free[FolderName]
     output_dir: Free[Text]
     experiment: Free[dict[str, Any] | None]  # the fields of a configs.experiments.Row
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1), Role(("resume",))]  # seed range of NumPy's global generator
+    seed: SameSeed[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
     resume: Free[Literal["auto", "never"]]
     init_from: SameRun[Text | None]
     init_state: SameRun[Literal["weights", "all"]]

@@ -96,7 +96,7 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
         if (found := group.pop(name, value)) != value:
             problems.append(f"{key}={found!r}, but this version has no such key and always uses {value!r}")
     try:
-        settings = TypeAdapter(kind).validate_python(raw)
+        settings = kind.model_validate(raw)
     except ValidationError as e:
         keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
         for error in e.errors():

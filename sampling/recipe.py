@@ -75,7 +75,7 @@ class Recipe:
             content += store.hash_checkpoint(weak)
         average = None
         if command.ema_length is not None:
-            from extras import posthoc_ema  # only this branch needs the module
+            from extras import posthoc_ema  # imported only for ema_length
 
             average = posthoc_ema.Average(folder, command.ema_length)
             content += posthoc_ema.check_length(folder, command.weights, command.ema_length)

@@ -1,11 +1,16 @@
 """The layout of the project: which room imports which, and no code that only tests use."""
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 from conftest import REPOSITORY
+from omegaconf import OmegaConf
+
+from configs.compose import compose_overrides
+from configs.settings import flatten
 
 # Floors, from the top down. A room imports only from lower floors. A file that is named here is a room.
 FLOORS = [
@@ -22,13 +27,6 @@ FLOORS = [
     ["routing_module"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms} | {"extras": -1}  # extras import anything
-# Modules that import extras for a setting that selects them. configs/schema.py also names modules as text.
-REGISTRY = {
-    "configs.compose": {"extras.experiments"},
-    "training.build": {"extras.alignment", "extras.tracked_ema"},
-    "sampling.recipe": {"extras.posthoc_ema"},
-    "configs.schema": {"extras.sprint"},
-}
 
 
 @cache
@@ -69,10 +67,24 @@ def test_every_module_belongs_to_a_room():
 
 def test_imports_run_downwards():
     for module in sources():
-        own, named = room_of(module), REGISTRY.get(module, set()) | {"extras"}
-        up = [name for name in imports_of(module) if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
-        up = [name for name in up if name not in named]
+        own, imported = room_of(module), [name for name in imports_of(module) if room_of(name) != "extras"]
+        up = [name for name in imported if room_of(name) != own and FLOOR_OF[room_of(name)] <= FLOOR_OF[own]]
         assert up == [], f"{module} imports {', '.join(up)}, on its own floor or above"
+
+
+def test_the_core_imports_an_extra_only_for_the_key_that_selects_it():
+    """The import is inside a function, and its line names the key. For model= and diffusion=, the schema names the modules."""
+    composed = [compose_overrides([], name) for name in ("config", "sample", "fid")]
+    keys = {key for cfg in composed for key in [*flatten(OmegaConf.to_container(cfg)), *cfg]}
+    for module in (module for module in sources() if room_of(module) != "extras"):
+        path = REPOSITORY / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        found = [line for line in file.read_text().splitlines() if re.match(r" *(from|import) extras\b", line)]
+        if module == "configs.compose":
+            found.remove("from extras.experiments import ROWS")  # the rows of the papers' tables
+        for line in found:
+            reason = re.search(r"^ +.*  # imported only for ([\w.]+)", line)
+            assert reason and reason[1] in keys, f"{module}: {line.strip()}: state the key: '# imported only for <key>'"
 
 
 def test_no_helper_is_defined_twice():

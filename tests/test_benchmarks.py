@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import forget_accelerate
+from omegaconf import OmegaConf
 from scipy.stats import ttest_ind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
 from common.files import REPOSITORY
+from configs.compose import compose_overrides
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import harness, rows
@@ -167,7 +169,8 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
     run = tmp_path / "runs/dense-64_seed5"
     (run / "evaluations").mkdir(parents=True)
     (run / "checkpoints/step_0000020").mkdir(parents=True)
-    (run / "config.yaml").write_text("{seed: 5, train: {lr: 0.004}}")
+    composed = compose_overrides(["seed=5", "train.lr=0.004"])
+    OmegaConf.save(OmegaConf.create(OmegaConf.to_container(composed, resolve=True)), run / "config.yaml")
     evaluation = {
         "shown": {"step": 20, "cfg_scale": 1.5},
         "about": {"first_seed": 7},

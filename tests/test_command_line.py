@@ -207,7 +207,7 @@ def test_help_and_configurations_are_printed_on_request():
     for script, words in (
         ("train.py", ["python train.py model=tread", "lr: 1e-4              # AdamW's learning rate", "r_weak: 0.5"]),
         ("sample.py", ["weights: ema            # ema | raw"]),
-        ("fid.py", ["S_churn: null", "cfg_scale: 1.5"]),
+        ("fid.py", ["S_churn: null", "cfg_scale: ${cfg_scale_or:1.5}"]),
         ("prepare_latents.py", ["prepare_latents.py encode images="]),
     ):
         code, output = run_python("-X", "importtime", script, "--help")

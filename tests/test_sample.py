@@ -255,7 +255,8 @@ def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["cfg_scale=2", "guidance=sparse"], "cfg_scale=2 .*guidance=sparse"),
+        (["cfg_scale=2", "guidance=sparse"], "cfg_scale=2.0 needs .*guidance=sparse"),
+        (["guidance=cfg", "cfg_scale=2", "guidance.cfg_scale=3"], "cfg_scale=2.0 and guidance.cfg_scale=3.0"),
         (["classes=[3,10]"], "class 10 .*0 to 9"),
         (["seeds=5-"], "seeds: '5-'"),
         (["checkpoint=null"], "checkpoint is not set"),
