@@ -21,7 +21,7 @@ from training.trainer import Hook, Trainer
 class TrackedEMA(EMA):
     """An EMA that also tracks one average per length. Each average needs a foreach-lerp per step and 4 bytes per parameter."""
 
-    def __init__(self, net: nn.Module, decay: float, schedule: str, lengths: list[float]):
+    def __init__(self, net: nn.Module, decay: float, lengths: list[float], schedule: str = "warmup"):
         if len({f"{length:g}" for length in lengths}) < len(lengths):
             raise UserError(f"train.ema_lengths={lengths} repeats a length; give different lengths")
         super().__init__(net, decay, schedule)

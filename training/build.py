@@ -84,7 +84,7 @@ def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
         return EMA(net, train.ema_decay, train.ema_schedule)
     from extras import tracked_ema  # imported only for train.ema_lengths
 
-    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_schedule, train.ema_lengths)
+    return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths, train.ema_schedule)
 
 
 def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
