@@ -65,8 +65,9 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
         config_name: For a command that Hydra runs, the name of its file in configs/.
     """
     wants_traceback = os.environ.get(FULL_ERRORS) == "1"
-    if sys.stderr is None:  # the shell closed it (2>&-)
-        sys.stderr = open(os.devnull, "w")
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the shell closed it (2>&-)
+            setattr(sys, stream, open(os.devnull, "w"))
     log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     FailedRun.all.clear()
@@ -98,8 +99,7 @@ def end_with_reader() -> Iterator[None]:
         try:
             yield
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
@@ -118,7 +118,7 @@ def leave_processes() -> None:
 def format_error(error: Exception, config_name: str = "config") -> str | None:
     """Return the message that a command prints for a user error, or None for any other error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_launching = frame.f_globals["__name__"].partition(".")[0] in LAUNCHING
+    is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
     if not is_launching and not isinstance(error, (UserError, HydraException)):
         return None
     text = str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
@@ -135,8 +135,9 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     log_to_stderr()
     context = HydraConfig.get()
     words, is_sweep = list(context.overrides.task), context.mode == RunMode.MULTIRUN
+    launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
-        if (launcher := context.runtime.choices["hydra/launcher"]) != "basic" and os.environ.get("WORLD_SIZE", "1") != "1":
+        if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, words, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
@@ -152,7 +153,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         failure = " ".join(words), text, traceback.format_exc()
     # The next run needs the memory that the error's traceback holds, so the new exception does not refer to the error.
     log.error("%s: %s", *failure[:2])
-    if "SUBMITIT_EXECUTOR" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+    if is_connected and launcher == "basic":
         sys.exit(1)
     raise FailedRun(*failure)
 

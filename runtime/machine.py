@@ -56,6 +56,8 @@ def start_accelerator(
     with connecting(timeout):
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect(accelerator.num_processes)
+    if HydraConfig.initialized():
+        processes.check_arguments(HydraConfig.get().overrides.task)
     log_to_stderr()
     # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:

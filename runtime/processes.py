@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -83,6 +83,17 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(tensor, gathered, dst=0, group=_group)
     return gathered or []
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check that all processes run the same job. Raises UserError on every process if a sweeper has drawn other values in one."""
+    if _group is None:
+        return
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, " ".join(arguments), group=_group)
+    for rank, words in enumerate(found):
+        if words != found[0]:
+            raise UserError(f"process {rank} runs {words}, but process 0 runs {found[0]}; set hydra.sweeper.sampler.seed=0")
 
 
 def check_shared(file: Path, key: str) -> None:

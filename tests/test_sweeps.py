@@ -8,7 +8,7 @@ import socket
 import psutil
 import pytest
 from conftest import TINY, checked, forget_accelerate, metrics, wait_for
-from forked import Command, run
+from forked import Command, launch, run
 
 import train as script
 from checkpoints import store
@@ -63,6 +63,13 @@ def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_pat
     arguments = ["train.py", "-m", "hydra/launcher=submitit_local", *TINY, "output_dir=runs", "seed=0"]
     outcome = run(tmp_path, arguments, WORLD_SIZE="2", RANK="0")
     assert outcome.code == 1 and "hydra/launcher=submitit_local starts the processes itself" in outcome.output, outcome.output
+
+
+def test_processes_that_would_run_different_jobs_of_a_search_are_stopped(tmp_path):
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "train.lr=interval(1e-3,1e-2)"]
+    for outcome in launch(tmp_path, ["train.py", "-m", *search, *TINY, "output_dir=runs"], 2):
+        assert outcome.code == 1 and "process 1 runs train.lr=0.0" in outcome.output, outcome.output
+        assert "set hydra.sweeper.sampler.seed=0" in outcome.output and runs_of(tmp_path / "runs") == []
 
 
 def test_each_job_of_a_joblib_sweep_claims_a_gpu_or_says_that_there_are_too_few(monkeypatch):
