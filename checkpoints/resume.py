@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_config, load_run_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
@@ -25,7 +25,7 @@ def open_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
 
     def keep_other_results() -> None:
         with contextlib.suppress(UserError):  # the file is not a configuration
-            if run.config.exists() and not schema.differences(load_config(run.path), cfg):
+            if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
                 return
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results()

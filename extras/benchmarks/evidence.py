@@ -19,7 +19,7 @@ import numpy as np
 from scipy.stats import t
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_run_config
 from common.files import read_json, read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
@@ -202,7 +202,7 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
-        cfg, start = load_config(run), next(read_lines(run / "starts.jsonl"))
+        cfg, start = load_run_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         about = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         manifests = {step: folder / store.MANIFEST for step, folder in store.list_steps(run / "checkpoints").items()}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_run_config
 from common.errors import UserError
 from common.files import read_lines
 from configs.schema import TrainConfig
@@ -114,7 +114,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
-    run = Run(path, load_config(path), list(read_lines(path / "starts.jsonl")))
+    run = Run(path, load_run_config(path), list(read_lines(path / "starts.jsonl")))
     for line in read_lines(path / "metrics.jsonl"):
         if "metrics" in line:
             point = {"cfg_scale": line["cfg_scale"], **line.get("settings", {})}
