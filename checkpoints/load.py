@@ -11,24 +11,26 @@ import torch
 from torch import nn
 
 from checkpoints import store
-from common.errors import as_user_error
-from common.files import hash_file
 from configs import schema
 from configs.settings import read_stored
 from runtime.compilation import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """Load the training configuration of a run or a checkpoint, as this version means it (see `read_stored`).
-
-    Raise UserError if the file is damaged, or if its keys or values are not valid in this version.
-    """
-    with store.reading(folder), as_user_error(file := folder / "config.yaml"):
-        return _load_config(folder, hash_file(file))
+    """Load a verified checkpoint's training configuration. Raise UserError if the configuration is invalid in this version."""
+    return _load_config(folder, store.hash_checkpoint(folder))
 
 
 @lru_cache(maxsize=1000)
 def _load_config(folder: Path, content: str) -> schema.TrainConfig:
+    return load_run_config(folder)
+
+
+def load_run_config(folder: Path) -> schema.TrainConfig:
+    """Load the training configuration in a run or checkpoint folder, with the meaning of this version (see `read_stored`).
+
+    Raise UserError if the file is damaged, or if its keys or values are not valid in this version.
+    """
     return read_stored(store.read_config(folder), schema.TrainConfig, folder / "config.yaml")
 
 

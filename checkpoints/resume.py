@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_config, load_run_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
@@ -42,7 +42,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         if store.list_steps(run.checkpoints):
             raise UserError(f"another process has trained {run.path} since this start; run the same command to resume")
         with contextlib.suppress(UserError):  # the file is not a configuration
-            if run.config.exists() and not schema.differences(load_config(run.path), cfg):
+            if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
                 return
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results()

@@ -258,7 +258,7 @@ def test_a_new_sampler_setting_repeats_no_evaluation_and_refuses_no_resume(dampe
 
 
 def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experiment(with_patience):
-    cfg = load.load_config(RUN)
+    cfg = load.load_run_config(RUN)
     assert cfg.train.patience == 0
     check_resume(RUN / "checkpoints" / "step_0000006", cfg)
     other = cfg.model_copy(update={"train": cfg.train.model_copy(update={"patience": 3})})
@@ -288,13 +288,13 @@ def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch)
     text = (RUN / "config.yaml").read_text()
     (RUN / "config.yaml").write_text(text.replace("  log_every: 3\n", "  log_every: 3\n  fused: true\n"))
     with pytest.raises(UserError, match="^trained/tread/config.yaml cannot be read: unknown keys: train.fused$"):
-        load.load_config(RUN)
+        load.load_run_config(RUN)
     monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": True})
-    assert load.load_config(RUN).name == "tread"
+    assert load.load_run_config(RUN).name == "tread"
     monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": False})
     load._load_config.cache_clear()
     with pytest.raises(UserError, match="train.fused=True, but this version has no such key and always uses False"):
-        load.load_config(RUN)
+        load.load_run_config(RUN)
     load._load_config.cache_clear()
 
 

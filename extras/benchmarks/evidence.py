@@ -15,7 +15,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from checkpoints.load import load_config
+from checkpoints.load import load_run_config
 from checkpoints.run import read_metrics
 from common.files import read_lines, write_atomically
 from common.types import Text
@@ -278,7 +278,7 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
-        cfg, start = load_config(run), next(read_lines(run / "starts.jsonl"))
+        cfg, start = load_run_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         about = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}

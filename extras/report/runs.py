@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_run_config
 from checkpoints.run import read_metrics
 from common.errors import UserError
 from common.files import read_lines
@@ -152,7 +152,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 def read_run(path: Path) -> Run:
     """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    run, lines = Run(path, load_config(path), starts), read_metrics(path / "metrics.jsonl")
+    run, lines = Run(path, load_run_config(path), starts), read_metrics(path / "metrics.jsonl")
     for line in lines["training"]:
         run.speeds[line["step"]] = line["steps_per_sec"]
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
