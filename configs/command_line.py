@@ -210,8 +210,6 @@ def run_command(
     target = resolve_name(settings_class) if settings_class else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    if wrong := [argument for argument in typed if "=" not in argument]:
-        raise UserError(f"{wrong[0]!r} is not of the form key=value")
     raw = {override.key_or_group: plain_value(override) for override in map(parse_argument, typed)} | given
     model = create_model(name, __base__=Settings, **types)
     values = dict(validate(raw, model, dict(argument.split("=", 1) for argument in typed)))

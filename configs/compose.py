@@ -120,7 +120,9 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
     """Return Hydra's error message on one line. Add the nearest names for an unknown key or choice, and quotes for a value."""
     text = " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{error.override!r} is not of the form key=value"
         quoted = value.strip("'").replace('"', r"\"")
         hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
         return f"{error.override} is not readable: quote text with special characters twice, as in {hint} ({text})"

@@ -82,6 +82,7 @@ def start(monkeypatch, main, arguments, full_errors="0"):
         (["model={routs:[]}"], "^error: model.routs is not a key; nearest: model.routes$"),
         (["model.routes={selection_ratio:0.5}"], "model.routes={selection_ratio:0.5}.*Cannot merge DictConfig with ListConfig"),
         (["data.path=cats #2"], """^error: data.path=cats #2 is not readable: .* as in 'data.path="cats #2"' """),
+        (["model"], "^error: 'model' is not of the form key=value$"),
         (["data.path=a=b"], """as in 'data.path="a=b"' """),
         (["output_dir=out dir ü"], """as in 'output_dir="out dir ü"' """),
         (["experiment=table2/dit_b3"], "^error: experiment=table2/dit_b3 is not in .*; nearest: table2/dit_b2"),
