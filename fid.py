@@ -101,8 +101,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
 
         def write() -> float | None:
             sys.stdout.write(results.write([point for point, _ in points], metric))
-            values = [results.find(point)["metrics"].get(metric) for point, _ in points]
-            return min((value for value in values if value is not None), default=None)
+            found = [line["metrics"] for point, _ in points if (line := results.find(point))]  # removed checkpoints have none
+            return min((metrics[metric] for metrics in found if metric in metrics), default=None)
 
         return on_main(write)
 

@@ -20,10 +20,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     create_model,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -219,12 +217,6 @@ class Sparse(Bounded):
     def moves(self) -> bool:
         """Whether a ratio moves over the noise levels."""
         return (self.r_strong_last, self.r_weak_last) != (None, None)
-
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit default values, so that the settings and folder names of earlier results stay valid."""
-        default = {name: field.default for name, field in type(self).model_fields.items() if not field.is_required()}
-        return {key: value for key, value in dump(self).items() if key not in default or value != default[key]}
 
 
 class Autoguidance(Bounded):

@@ -140,11 +140,10 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
     need(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
-    need(min(latents.shape[1:]) > 0, "latents [M, C, H, W] with C, H and W above 0")
     flips = shard.get("latents_flip", latents)
     need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
     need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
-    need(0 not in latents.shape[1:], "at least one channel and one latent pixel")
+    need(min(latents.shape[1:]) > 0, "latents [M, C, H, W] with C, H and W above 0")
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
     need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")

@@ -144,7 +144,7 @@ def build_hooks(
     # Check the sampling and evaluation settings before any slow work.
     is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
     grid = Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision) if cfg.sample.every else None
-    recipes: dict[float, Recipe] = {}  # by guidance scale
+    recipes: dict[tuple, Recipe] = {}  # by the items of `guidance_settings`
     if is_evaluated:
         guidances = [schema.CFG(name="cfg", cfg_scale=scale) for scale in cfg.eval.cfg_scales]
         guidances += [cfg.eval.guidance] if cfg.eval.guidance.name != "none" else []

@@ -62,9 +62,9 @@ def never_fatal(accelerator: Accelerator) -> Iterator[None]:
         accelerator.trackers = []
         problem = f"{type(e).__name__}: {first_line(e)}"
         log.warning("Weights & Biases failed (%s). Training continues without it; metrics.jsonl has all figures", problem)
-        import wandb
-
         with contextlib.suppress(Exception):  # otherwise, wandb prints a traceback when the process exits
+            import wandb  # it may be missing, which is also only a warning
+
             wandb.teardown()
 
 

@@ -25,7 +25,9 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from checkpoints import store
+from checkpoints.load import load_run_config
 from checkpoints.provenance import device_name, git_commit
+from checkpoints.run import read_metrics
 from common.errors import UserError
 from common.files import REPOSITORY, append_line, read_json, read_lines
 from common.types import PositiveInt, Text
@@ -266,16 +268,16 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
         return
     import torch
 
-    starts, lr = list(read_lines(run / "starts.jsonl")), store.read_config(run)["train"]["lr"]
+    starts, train = list(read_lines(run / "starts.jsonl")), load_run_config(run).train
     hashes = ema_hashes(run)
     commit, modified = git_commit()
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
-    metrics = list(read_lines(run / "metrics.jsonl"))
-    for line in metrics:
-        if LOSS in line.get("metrics", {}) and line["step"] in hashes:
+    metrics = read_metrics(run / "metrics.jsonl")
+    for line in metrics["evaluation"]:
+        if LOSS in line["metrics"] and line["step"] in hashes:
             found = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
-            yield found | {"ema": hashes[line["step"]], "lr": lr}
+            yield found | {"ema": hashes[line["step"]], "lr": train.lr}
     for line in read_lines(run / "evaluations" / "results.jsonl"):
         shown, step = line["shown"], line["shown"]["step"]
         name, scale = shown.get("guidance", "cfg"), shown.get("guidance.w", shown.get("cfg_scale"))
@@ -287,10 +289,10 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
         about = {"step": step, "guidance": name, "scale": scale, **line["about"], "settings": settings}
         content = {"ema": hashes[step], "content": line["point"]["content"]}
         yield about | {"metrics": line["metrics"], "standard_errors": errors} | content | versions
-    if (last := store.read_config(run)["train"]["num_steps"]) in hashes:
+    if (last := train.num_steps) in hashes:
         kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
         kept = [start | {"commit": start["commit"] or without_git} for start in kept]
-        speeds = [line["steps_per_sec"] for line in metrics if "steps_per_sec" in line]
+        speeds = [line["steps_per_sec"] for line in metrics["training"]]
         yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
 
 
