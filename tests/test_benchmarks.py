@@ -179,7 +179,7 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
     }
     validation = {"step": 20, "metrics": {"validation_loss": 0.5}, "validation_loss_by_level": [0.5]}
     files = {"starts.jsonl": [{"commit": "abc"}], "evaluations/results.jsonl": [evaluation]}
-    files["metrics.jsonl"] = [{"step": 10, "loss": 1.0, "steps_per_sec": 2.0}, validation]
+    files["metrics.jsonl"] = [{"step": 10, "loss": 1.0, "steps_per_sec": 2.0}, validation | {"num_samples": 9}]
     for name, lines in files.items():
         (run / name).write_text("\n".join(map(json.dumps, lines)))
     (run / "checkpoints/step_0000020/manifest.json").write_text(json.dumps({"ema.safetensors": {"blake2b": "123"}}))

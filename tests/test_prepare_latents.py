@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import checked, encode, forget_accelerate, make_shard
+from forked import launch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -302,6 +303,19 @@ def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(i
     encode(folder, tmp_path / "out")
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in made} == made
     assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "clean"))
+
+
+def test_every_process_makes_its_shards_before_unreadable_images_end_all(tmp_path):
+    for i in range(16):
+        (tmp_path / "pictures" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        random_image(np.random.default_rng(i)).save(tmp_path / "pictures" / "ab"[i % 2] / f"{i:02}.png")
+    for name in ("a/00.png", "b/15.png"):  # in the first shard of process 0, and in the last shard of process 1
+        (tmp_path / "pictures" / name).write_text("broken")
+    settings = ["images=pictures", "output=latents", "autoencoder=identity", "kind=sample", "resolution=32", "shard_size=2"]
+    for outcome in launch(tmp_path, ["prepare_latents.py", "encode", *settings, "cpu_threads=1", "num_workers=0"], 2):
+        outcome.expect_code(1)
+        assert "2 faults; " in outcome.output and "a/00.png" in outcome.output and "b/15.png" in outcome.output
+    assert len(list((tmp_path / "latents").glob("latents_*.safetensors"))) == 6
 
 
 def test_images_are_read_by_threads(images, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor
 
@@ -170,7 +171,7 @@ def encode_images(
             written.result()  # wait for the previous shard, so that at most one shard is queued
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out, notes)
         written.result()
-    if unreadable:
+    if unreadable := gather_object(unreadable):  # after every process has made its shards, because an error ends all processes
         raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
 
 
