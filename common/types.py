@@ -13,7 +13,6 @@ from pydantic.dataclasses import dataclass
 # Decorator for a frozen dataclass. Unknown fields and values of the wrong type or out of bounds raise ValueError.
 settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
-
 MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
 
 

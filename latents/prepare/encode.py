@@ -134,7 +134,7 @@ def encode_images(
 
     A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
     `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written, and after all other
-    shards are written, a UserError lists the unreadable images.
+    shards are written, a UserError on every process lists the unreadable images.
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
     accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it

@@ -24,8 +24,6 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_
 log = logging.getLogger(__name__)
 
 CHUNK = 1024  # number of latents to read at once
-
-
 FEW = 0.01  # a class may have this fraction of constant or repeated images, because many published data sets have some
 # Largest difference between an image and its decoded latent: RMS over a grid of at most 16x16 cell means, in -1 to 1.
 MAX_DIFFERENCE = 0.15
