@@ -91,6 +91,8 @@ def connecting(timeout: timedelta) -> Iterator[None]:
         with log_if_slow(log, "%s, for at most %d minutes; %s", waiting, timeout / timedelta(minutes=1), hint, **slow):
             yield
     except (torch.distributed.DistError, ValueError) as e:  # ValueError: a variable is missing or not a number
+        if torch.distributed.is_initialized():  # the processes are connected, so it is another error of accelerate
+            raise
         raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
 
 

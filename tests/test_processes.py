@@ -2,12 +2,13 @@
 
 import json
 import re
+from datetime import timedelta
 
 import pytest
 from forked import Command
 
 from common.errors import UserError
-from runtime import processes
+from runtime import machine, processes
 
 SCRIPT = """
 import json, sys, time
@@ -88,6 +89,14 @@ def test_a_process_with_the_variables_of_a_launcher_that_has_ended_says_what_it_
     assert re.match(rf"error \(process {rank}\): {words}.*; to start without a launcher, unset WORLD_SIZE", error), error
     waiting = f"process {rank} waits for all WORLD_SIZE=2 processes at localhost:{port}, for at most 0 minutes"
     assert (waiting in outcome.output) == (port == "29587")  # rank 0 says so within seconds, other ranks only after 30 seconds
+
+
+def test_an_error_of_connected_processes_is_not_about_the_connection(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(machine.torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="^bf16 is not supported$") as raised, machine.connecting(timedelta(minutes=1)):
+        raise ValueError("bf16 is not supported")
+    assert not isinstance(raised.value, UserError)
 
 
 @pytest.fixture
