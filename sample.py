@@ -170,8 +170,8 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
 
 def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
     """Read a folder's settings.yaml. Settings that it lacks have their defaults, which is what earlier versions meant."""
-    with as_user_error(source := f"{folder / 'settings.yaml'} (choose another output=...)"):
-        stored = read_stored(read_yaml(folder / "settings.yaml"), ImageSettings, source)
+    source = f"{folder / 'settings.yaml'} (choose another output=...)"
+    stored = read_stored(read_yaml(folder / "settings.yaml", source), ImageSettings, source)
     return stored.model_copy(update={"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler})
 
 

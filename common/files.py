@@ -211,12 +211,13 @@ def read_json(path: Path) -> Any:
         return json.loads(regular_file(path).read_bytes())
 
 
-def read_yaml(path: Path) -> dict:
+def read_yaml(path: Path, source: str | None = None) -> dict:
     """Parse a YAML file that contains a dictionary, without resolving interpolations. Raises UserError for other files.
 
     Aliases are refused, because nested aliases can stand for more values than fit into memory. No command writes aliases.
+    Error messages name the file as `source`, or else by its path.
     """
-    with as_user_error(path):
+    with as_user_error(source or path):
         text = regular_file(path).read_text(encoding="utf-8")
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("it contains YAML aliases")
