@@ -19,7 +19,7 @@ MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
 def _colour(name: object) -> object:
     from PIL import ImageColor
 
-    if name is None:  # YAML takes an unquoted # as the start of a comment
+    if name in (None, ""):  # YAML takes an unquoted # as the start of a comment
         raise ValueError("there is no colour; put quotes around #: background=\"'#808080'\"")
     if not isinstance(name, str):
         return name  # pydantic reports the wrong type

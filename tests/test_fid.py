@@ -68,7 +68,7 @@ def test_training_evaluates_one_more_guidance_with_the_figures_of_fid(fid, tmp_p
     assert line["metrics"] == pytest.approx(lines[1]["metrics"], rel=1e-4)
     (read,), _ = read_runs([run])
     words = {measure.guidance for measure in read.figures if measure.metric == "fd_digits"}
-    assert len(words) == 2 and any("guidance sparse, guidance.level_lo None" in text for text in words)
+    assert len(words) == 2 and any("guidance sparse, guidance.w 1.7" in text for text in words)
     before = (run / "metrics.jsonl").read_text()
     run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0]", *settings)
     assert (run / "metrics.jsonl").read_text() == before  # all evaluations were found
