@@ -286,7 +286,8 @@ def test_images_that_state_their_background_need_a_reference_with_the_same_one(f
     sets = {}
     for colour in ("lightblue", "white"):
         sets[colour] = tmp_path / f"{colour}.npz"
-        write_npz(sets[colour], (image for batch in digits.batches(500) for image in batch), digits.shape, digits.labels, background=colour)
+        each = (image for batch in digits.batches(500) for image in batch)
+        write_npz(sets[colour], each, digits.shape, digits.labels, background=colour)
     blue, white = (f"reference={file}" for file in sets.values())
     images = [f"images={sets['lightblue']}", "evaluation.detector=digits"]
     assert fid("blue", *images, blue)[0]["metrics"]["precision_digits"] == 1
