@@ -681,6 +681,10 @@ def test_copies_of_an_image_are_found_in_latents_of_an_autoencoder(images, tmp_p
     found = problems_of(encode(folder, tmp_path / "out", "sd-vae:halved", f"kind={kind}"))
     assert "class 0 ant: of 14 latents, 1 equal latents of another class (item 5 equals 40)" in found
     assert "class 2 cow: of 14 latents, 1 equal latents of another class (item 40 equals 5)" in found
+    name = open_labelled_images(folder).names[5]
+    found = problems_of(tmp_path / "out", f"images={folder}", "grid=none")
+    for what in ("latents", "images"):
+        assert f"class 2 cow: of 14 {what}, 1 equal {what} of another class (item 40 cow/z.png equals 5 {name})" in found
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", "sd-vae:halved"])
