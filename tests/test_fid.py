@@ -186,6 +186,12 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
     assert "1.00 ± 0.50" in results.write([point], "fid")
 
 
+def test_a_results_file_that_is_a_link_is_refused_before_the_evaluations(tmp_path):
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    with pytest.raises(UserError, match="results.jsonl is a link, and nothing is written through links"):
+        Results(tmp_path, {})
+
+
 def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
     def failing(*arguments, **settings):
         raise UserError("the autoencoder is missing")
