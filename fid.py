@@ -53,6 +53,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
     """
     from checkpoints import store
     from checkpoints.load import load_config
+    from common.images import are_same_colour
     from evaluations.results import in_words
     from evaluations.suite import metrics_for
     from runtime.processes import check_same, check_shared, on_main
@@ -65,13 +66,19 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
     for folder in folders:
         check_shared(folder / store.MANIFEST, given)
     runs = {folder: load_config(folder) for folder in folders}
-    filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None)]
+    images = None
+    if cfg.images:
+        images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
+    background = images.background if images else None
+    filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None, background)]
     for other in filled:
         if changed := differences(filled[0], other):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
     cfg = filled[0]
-    images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background) if cfg.images else None
     if images is not None:
+        if background is not None and not are_same_colour(background, cfg.evaluation.background):
+            made = f"images={cfg.images} was made with background={background}"
+            raise UserError(f"{made}, but evaluation.background={cfg.evaluation.background}")
         check_same(images.quick_fingerprint(), "images", images.path)
         if len(images) == 0:
             raise UserError(f"images={cfg.images} holds statistics but no images")
@@ -127,13 +134,19 @@ def find_checkpoints(cfg: FidConfig) -> list[Path]:
     return folders
 
 
-def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None) -> FidConfig:
-    """Fill in unset evaluation settings from the run. `detector_weights` applies only to the run's own detector."""
+def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: str | None = None) -> FidConfig:
+    """Fill in unset evaluation settings from the run. `detector_weights` applies only to the run's own detector.
+
+    Args:
+        cfg: Settings of the command.
+        run: Settings of the run, or None for images on disk.
+        background: Colour behind these images, if it is known.
+    """
     given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
     if given["detector"] not in (None, stored.get("detector")):
         stored["detector_weights"] = None
     evaluation = {key: value or stored.get(key) for key, value in given.items()}
-    evaluation["background"] = evaluation["background"] or "white"
+    evaluation["background"] = evaluation["background"] or background or "white"
     update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": evaluation["reference"]}
     return cfg.model_copy(update=update)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from common.errors import UserError
-from common.files import append_line, read_lines, write_atomically
+from common.files import append_line, read_lines, refuse_link, write_atomically
 from common.types import FiniteFloat
 from configs.settings import validate
 from evaluations.metrics import standard_error
@@ -62,7 +62,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, conditions: dict, shown_conditions: dict | None = None):
-        self.folder, self.file = folder, folder / "results.jsonl"
+        self.folder, self.file = folder, refuse_link(folder / "results.jsonl")  # before the evaluations, which take long
         self.conditions, self.shown_conditions = conditions, shown_conditions or {}
         foreign = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
         if foreign and not self.file.exists():

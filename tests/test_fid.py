@@ -15,6 +15,7 @@ import fid as script
 from checkpoints import load, store
 from common.errors import UserError
 from configs import schema
+from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
 from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_for
@@ -185,6 +186,12 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
     assert "1.00 ± 0.50" in results.write([point], "fid")
 
 
+def test_a_results_file_that_is_a_link_is_refused_before_the_evaluations(tmp_path):
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    with pytest.raises(UserError, match="results.jsonl is a link, and nothing is written through links"):
+        Results(tmp_path, {})
+
+
 def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
     def failing(*arguments, **settings):
         raise UserError("the autoencoder is missing")
@@ -278,6 +285,22 @@ def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(ed
     from_npz = fid("b", f"images={tmp_path / 'samples' / 'samples_0-69.npz'}", *digits)[0]["metrics"]
     assert from_npz == pytest.approx(from_checkpoint, rel=1e-4)
     assert fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"] == from_npz  # the file names hold the labels
+
+
+def test_images_that_state_their_background_need_a_reference_with_the_same_one(fid, tmp_path):
+    digits = open_images(REPOSITORY / "evaluations" / "digits_reference.npz")
+    sets = {}
+    for colour in ("lightblue", "white"):
+        sets[colour] = tmp_path / f"{colour}.npz"
+        each = (image for batch in digits.batches(500) for image in batch)
+        write_npz(sets[colour], each, digits.shape, digits.labels, background=colour)
+    blue, white = (f"reference={file}" for file in sets.values())
+    images = [f"images={sets['lightblue']}", "evaluation.detector=digits"]
+    assert fid("blue", *images, blue)[0]["metrics"]["precision_digits"] == 1
+    with pytest.raises(UserError, match="white.npz was made with background=white, but evaluation.background=lightblue"):
+        fid("white", *images, white)
+    with pytest.raises(UserError, match="^images=.*lightblue.npz was made with background=lightblue, but .*background=white"):
+        fid("white", *images, white, "evaluation.background=white")
 
 
 def test_results_of_images_in_the_order_of_the_files_are_kept_apart(fid, tmp_path, capsys):

@@ -235,7 +235,7 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     names = ["ant/00.png", "ant/narrow.png", "bee/cut.jpg", "bee/deep.png", "cow/text.png"]
     assert [entry["name"] for entry in left_out] == names
     assert "ant/00.png cannot be read: it is not a regular file" in left_out[0]["problem"]
-    assert "left out 5 (ant 2, bee 2, cow 1), listed in manifest.json; the first: {'name': 'ant/00.png'" in caplog.text
+    assert "left out 5 (ant 2, bee 2, cow 1), listed in manifest.json; the first: ant/00.png cannot be read" in caplog.text
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
     originals = [Originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
@@ -256,7 +256,7 @@ def test_a_shard_without_any_readable_image_is_empty_and_is_not_encoded_again(im
     assert len(dataset) == 32 and len(dataset.fetch_with_images(np.arange(32), np.ones(32, dtype=bool))[2]) == 32
     for name in names:
         (folder / name).write_text("not an image")
-    with pytest.raises(UserError, match="none of the 40 items could be read; the first: .*ant"):
+    with pytest.raises(UserError, match="none of the 40 items could be read; the first: ant/.* cannot be read"):
         encode(folder, tmp_path / "none", autoencoder or vae, *settings)
 
 
@@ -695,6 +695,10 @@ def test_copies_of_an_image_are_found_in_latents_of_an_autoencoder(images, tmp_p
     found = problems_of(encode(folder, tmp_path / "out", "sd-vae:halved", f"kind={kind}"))
     assert "class 0 ant: of 14 latents, 1 equal latents of another class (item 5 equals 40)" in found
     assert "class 2 cow: of 14 latents, 1 equal latents of another class (item 40 equals 5)" in found
+    name = open_labelled_images(folder).names[5]
+    found = problems_of(tmp_path / "out", f"images={folder}", "grid=none")
+    for what in ("latents", "images"):
+        assert f"class 2 cow: of 14 {what}, 1 equal {what} of another class (item 40 cow/z.png equals 5 {name})" in found
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", "sd-vae:halved"])

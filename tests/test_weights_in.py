@@ -277,11 +277,15 @@ def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_pat
         (1, {}, {}, (1, 0.0)),
     ],
 )
-def test_a_label_table_without_a_null_class_imports_and_is_not_guided(import_file, tmp_path, rows, settings, arguments, expected):
+def test_a_label_table_without_a_null_class_imports_and_is_not_guided(
+    import_file, tmp_path, caplog, rows, settings, arguments, expected
+):
+    caplog.set_level(logging.INFO)
     w = dit_weights() | {"y_embedder.embedding_table.weight": torch.randn(rows, WIDTH)}
     content = {"model": w, "args": argparse.Namespace(**arguments)}
     cfg, folder = import_file(content, "repa", **PIXELS, **settings)
     assert (cfg.data.num_classes, cfg.model.class_dropout) == expected
+    assert f"{expected[0]} classes {'and' if expected[1] else 'without'} a null class" in caplog.text
     x, t, _ = inputs(0.05, 0.4, 0.9)
     y = torch.tensor([0, rows // 2, expected[0] - 1])
     assert_same(network(cfg, folder)(x, t, y), published_output(w, x, t, y))
@@ -311,7 +315,7 @@ def test_the_command_line_imports(tmp_path, caplog):
     settings = ["kind=dit", f"output={tmp_path / 'run'}", "autoencoder=identity", f"scale_factor={2 / 3}"]
     with caplog.at_level(logging.INFO):
         run_command(COMMANDS, "", ["import", f"source={tmp_path / 'weights.pt'}", *settings])
-    assert "DiT-XS/2 for latents of 1x8x8, 10 classes" in caplog.text
+    assert "DiT-XS/2 for latents of 1x8x8, 10 classes and a null class, in" in caplog.text
 
 
 def test_the_script_in_the_documentation_samples_a_run_without_the_rest_of_the_project(train, tmp_path):

@@ -110,7 +110,8 @@ def import_weights(
     checkpoint = store.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
     written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
-    log.info("%s: %s for latents of %s, in %s", file, cfg.model.backbone, shape, written)
+    null = "and a null class" if cfg.model.class_dropout else "without a null class"
+    log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null, written)
 
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -73,7 +73,9 @@ def find_problems(
     log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
     log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
     log.info("%s", dataset.info)
-    found = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset), *_check_values(dataset, sigma_data)]
+    names = originals.names if originals else None
+    found = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset)]
+    found += _check_values(dataset, sigma_data, names)
     return found + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
 
 
@@ -121,8 +123,11 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
         yield f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}"
 
 
-def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
-    """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`."""
+def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str] | None) -> Iterator[str]:
+    """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`.
+
+    `names` are the paths of the items' images, if they are known.
+    """
     info, sums, not_finite, projections, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
@@ -136,7 +141,7 @@ def _check_values(dataset: LatentDataset, sigma_data: float) -> Iterator[str]:
         yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
-    yield from _check_repeats(dataset, torch.cat(projections), constant, "latents")
+    yield from _check_repeats(dataset, torch.cat(projections), constant, "latents", names)
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = for_network(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
@@ -192,8 +197,14 @@ def _find_equal(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np
     return repeat_of, shared_with
 
 
-def _check_repeats(dataset: LatentDataset, projections: Tensor, constant: list[bool], what: str) -> Iterator[str]:
+def _check_repeats(
+    dataset: LatentDataset, projections: Tensor, constant: list[bool], what: str, names: Sequence[str] | None
+) -> Iterator[str]:
     """Count constant and repeated items in each class. Counts of at most FEW of a class are logged and are no problem."""
+
+    def describe(item: int) -> str:
+        return f"{item} {names[item]}" if names else f"{item}"
+
     labels, counts = dataset.labels, np.bincount(dataset.labels)
     repeat_of, shared_with = _find_equal(projections, labels)
     kinds = {
@@ -209,7 +220,8 @@ def _check_repeats(dataset: LatentDataset, projections: Tensor, constant: list[b
         found = []
         for words in [words for words in kinds if numbers[words][label]]:
             item = np.flatnonzero((labels == label) & (kinds[words] >= 0))[0]
-            example = f"item {item}" if kinds[words][item] == item else f"item {item} equals {kinds[words][item]}"
+            other = kinds[words][item]
+            example = f"item {describe(item)}" + (f" equals {describe(other)}" if other != item else "")
             found.append(f"{numbers[words][label]} {words} ({example})")
         caption = class_caption(label, dataset.class_names)
         lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(found)}")
@@ -244,7 +256,7 @@ def _check_originals(
             constant += _are_constant(expected).tolist()
         different += items[is_different.numpy()].tolist()
     if projections:  # pixels are compared as latents
-        yield from _check_repeats(dataset, torch.cat(projections), constant, "images")
+        yield from _check_repeats(dataset, torch.cat(projections), constant, "images", originals.names)
     log.info("%d of %d latents show their image", len(dataset) - len(different), len(dataset))
     if different:
         names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3])

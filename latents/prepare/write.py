@@ -165,7 +165,7 @@ class ShardWriter:
         notes = sum((Counter(shard.get("notes", {})) for shard in provenance), Counter())
         sums = np.sum([shard["sums"] for shard in provenance], axis=0)
         if not sums.any():
-            raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]}")
+            raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]['problem']}")
         mean, std = (values.tolist() for values in mean_and_std(sums))
         overall = overall_std(mean, std)
         if (normalize and not all(std)) or (sigma_data is not None and not overall):
@@ -195,7 +195,7 @@ class ShardWriter:
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
         log_notes(manifest)
         if left_out:
-            log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, left_out[0])
+            log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, left_out[0]["problem"])
 
     def _change_headers(self, **entries: object) -> None:
         """Rewrite the shards with new ShardInfo entries. After an interruption, the next run rewrites the remaining shards."""
