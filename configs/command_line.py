@@ -68,7 +68,8 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the shell closed it (2>&-)
             setattr(sys, stream, open(os.devnull, "w"))
-    log_to_stderr()
+    if not any(word.startswith("--info") for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
+        log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     FailedRun.all.clear()
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.

@@ -206,7 +206,7 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
 
 def test_help_and_configurations_are_printed_on_request():
     for script, words in (
-        ("train.py", ["python train.py model=tread", "lr: 1e-4              # AdamW's learning rate", "r_weak: 0.5"]),
+        ("train.py", ["python train.py model=tread", "lr: 1e-4              # Learning rate.", "r_weak: 0.5"]),
         ("sample.py", ["weights: ema            # ema | raw"]),
         ("fid.py", ["S_churn: null", "cfg_scale: ${cfg_scale_or:1.5}"]),
         ("prepare_latents.py", ["prepare_latents.py encode images="]),
@@ -218,6 +218,8 @@ def test_help_and_configurations_are_printed_on_request():
     assert code == 1 and "error: train.lrr is not a key; nearest: train.lr\n" in output and " torch\n" not in output
     code, output = run_python("train.py", "--cfg=job", "experiment=table2/dit_b2_tread")
     assert code == 0 and "name: table2_dit_b2_tread_seed${seed}" in output
+    code, output = run_python("train.py", "--info=searchpath")
+    assert code == 0 and output.count("Config search path\n") == 1, output  # stdout and stderr together
 
 
 # ----------------------------------------------------------------------------------------------------------------------
