@@ -125,6 +125,10 @@ def test_a_sweep_goes_on_after_a_failed_run_and_names_the_failed_runs_at_the_end
         f"- train.lr=x {where}: train.lr='x': Input should be a valid number"
     )
     assert [record.message for record in caplog.records if "greater than 0" in record.message]  # when it failed
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:  # as two processes of a job report their error
+        patch.setenv("RANK", "1")
+        start(patch, found.append, ["-m", "train.lr=-1,-1", where])
+    assert left.value.code.splitlines()[1:] == [f"- train.lr=-1 {where}: train.lr=-1: Input should be greater than 0"]
     with pytest.raises(SystemExit, match="ZeroDivisionError"):  # a bug keeps its traceback
         start(monkeypatch, lambda cfg: 1 / 0, ["-m", "seed=0,1", where])
     with pytest.raises(SystemExit, match="(?s)Traceback.*UserError"):
