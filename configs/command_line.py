@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import select
 import signal
 import sys
@@ -68,7 +69,8 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the shell closed it (2>&-)
             setattr(sys, stream, open(os.devnull, "w"))
-    log_to_stderr()
+    if not any(word.startswith("--info") for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
+        log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     FailedRun.all.clear()
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
@@ -89,6 +91,7 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
         sys.exit(line)
     if failed := FailedRun.all:
         lines = [f"- {run}: {details if wants_traceback else text}" for run, text, details in (one.args for one in failed)]
+        lines = dict.fromkeys(lines)  # every process of a job reports its error
         sys.exit("\n".join(["error: these runs of the sweep failed", *lines]))
 
 
@@ -149,7 +152,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     except Exception as error:
         if not is_sweep:
             raise
-        text = (format_error(error) or traceback.format_exc()).removeprefix("error: ")
+        text = re.sub(r"^error[^:]*: ", "", format_error(error) or traceback.format_exc())
         failure = " ".join(words), text, traceback.format_exc()
     # The next run needs the memory that the error's traceback holds, so the new exception does not refer to the error.
     log.error("%s: %s", *failure[:2])

@@ -125,6 +125,10 @@ def test_a_sweep_goes_on_after_a_failed_run_and_names_the_failed_runs_at_the_end
         f"- train.lr=x {where}: train.lr='x': Input should be a valid number"
     )
     assert [record.message for record in caplog.records if "greater than 0" in record.message]  # when it failed
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:  # as two processes of a job report their error
+        patch.setenv("RANK", "1")
+        start(patch, found.append, ["-m", "train.lr=-1,-1", where])
+    assert left.value.code.splitlines()[1:] == [f"- train.lr=-1 {where}: train.lr=-1: Input should be greater than 0"]
     with pytest.raises(SystemExit, match="ZeroDivisionError"):  # a bug keeps its traceback
         start(monkeypatch, lambda cfg: 1 / 0, ["-m", "seed=0,1", where])
     with pytest.raises(SystemExit, match="(?s)Traceback.*UserError"):
@@ -206,7 +210,7 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
 
 def test_help_and_configurations_are_printed_on_request():
     for script, words in (
-        ("train.py", ["python train.py model=tread", "lr: 1e-4              # AdamW's learning rate", "r_weak: 0.5"]),
+        ("train.py", ["python train.py model=tread", "lr: 1e-4              # Learning rate.", "r_weak: 0.5"]),
         ("sample.py", ["weights: ema            # ema | raw"]),
         ("fid.py", ["S_churn: null", "cfg_scale: ${cfg_scale_or:1.5}"]),
         ("prepare_latents.py", ["prepare_latents.py encode images="]),
@@ -218,6 +222,8 @@ def test_help_and_configurations_are_printed_on_request():
     assert code == 1 and "error: train.lrr is not a key; nearest: train.lr\n" in output and " torch\n" not in output
     code, output = run_python("train.py", "--cfg=job", "experiment=table2/dit_b2_tread")
     assert code == 0 and "name: table2_dit_b2_tread_seed${seed}" in output
+    code, output = run_python("train.py", "--info=searchpath")
+    assert code == 0 and output.count("Config search path\n") == 1, output  # stdout and stderr together
 
 
 # ----------------------------------------------------------------------------------------------------------------------
