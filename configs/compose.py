@@ -85,7 +85,7 @@ class RowSource(ConfigSource):
         node.name = f"{row.name.replace('/', '_')}_seed${{seed}}"
         for override in map(parse_argument, row.arguments.split()):
             if override.key_or_group in GROUPS:
-                choices[override.key_or_group] = override.value()
+                choices[override.get_key_element().lstrip("+")] = override.value()  # such as guidance@eval.guidance
             else:
                 OmegaConf.update(node, override.key_or_group, override.value())
         node.experiment = {key: value for key, value in asdict(row).items() if key != "arguments"}
