@@ -104,7 +104,8 @@ def read_rgb(
     with Image.open(file) as image:
         notes = ["multi_frame"] if getattr(image, "is_animated", False) else []
         if image.mode not in (*modes, *DEEP_MODES):
-            raise ValueError(f"Pillow's mode {image.mode} is not accepted: {', '.join(modes)}")
+            hint = "; convert_to_rgb=true of fid.py converts it" if image.mode in MODES else ""
+            raise ValueError(f"Pillow's mode {image.mode} is not accepted (accepted: {', '.join(modes)}){hint}")
         image = ImageOps.exif_transpose(image)
     if image.mode in DEEP_MODES:
         image = _to_grey(image, value_range)

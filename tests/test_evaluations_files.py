@@ -240,7 +240,7 @@ def test_a_folder_of_reference_images_is_cropped_to_the_resolution_of_the_run_as
 def test_images_that_are_not_rgb_are_converted_only_when_asked(tmp_path, mode):
     write_folder(tmp_path, make_images(2))
     Image.fromarray(make_images(1)[0]).convert(mode).save(tmp_path / "other.png")
-    with pytest.raises(UserError, match=rf"other\.png cannot be read: Pillow's mode {mode} is not accepted: RGB"):
+    with pytest.raises(UserError, match=rf"other\.png cannot be read: .* mode {mode} is not accepted .* convert_to_rgb=true"):
         read(open_images(tmp_path), 2)
     assert read(open_images(tmp_path, convert_to_rgb=True), 2).shape == (3, 5, 6, 3)
     Image.fromarray(np.full((5, 6), 40000, dtype=np.uint16)).save(tmp_path / "deep.png")

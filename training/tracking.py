@@ -26,7 +26,7 @@ def check_login(mode: str) -> None:
 
         problem = None if wandb.login(verify=False) else "no API key is configured"
     except Exception as e:  # noqa: BLE001 (wandb raises many kinds of errors)
-        problem = first_line(e)
+        problem = first_line(e).rstrip(".")
     if problem:
         raise UserError(f"wandb.mode=online: {problem}; run `wandb login`, set WANDB_API_KEY, or set wandb.mode=offline")
 
