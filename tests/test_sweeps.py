@@ -88,7 +88,7 @@ def test_each_job_of_a_joblib_sweep_claims_a_gpu_or_says_that_there_are_too_few(
         assert os.environ["CUDA_VISIBLE_DEVICES"] == name and machine._claimed_gpu is claims[-1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
     monkeypatch.setattr(machine, "_claimed_gpu", None)
-    with pytest.raises(UserError, match="use all 2 GPUs of this machine; set hydra.launcher.n_jobs=2 or less"):
+    with pytest.raises(UserError, match="use all 2 GPUs .*; set hydra.launcher.n_jobs=2 or less, and end the processes"):
         machine.claim_gpu()
     claims[0].close()  # the process ends
     machine.claim_gpu()
