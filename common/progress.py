@@ -62,3 +62,4 @@ def log_to_stderr() -> None:
     logging.basicConfig(format="%(message)s", level=level, handlers=[LogHandler()])
     # torch sets this level at the end of its import. After Ctrl-C before that, it would log its statistics at exit.
     logging.getLogger("torch").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # Optuna's import would log the names of its plugins

@@ -135,6 +135,6 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
             known = {}
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
     if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
-        files = "configs/experiments.py, extras/experiments.py or configs/experiment/"
+        files = "configs/experiments.py, extras/experiments.py, configs/experiment/ or --config-dir"
         return f"experiment={unknown[1]} is not in {files}{nearest(unknown[1], ROWS)}"
     return text

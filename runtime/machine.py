@@ -127,7 +127,8 @@ def claim_gpu() -> None:
             continue
         os.environ["CUDA_VISIBLE_DEVICES"], _claimed_gpu = gpu, claimed
         return log.info("this job uses GPU %s", gpu)
-    raise UserError(f"the jobs of sweeps use all {num_gpus} GPUs of this machine; set hydra.launcher.n_jobs={num_gpus} or less")
+    remedies = f"set hydra.launcher.n_jobs={num_gpus} or less, and end the processes that a killed sweep left behind"
+    raise UserError(f"the jobs of sweeps use all {num_gpus} GPUs of this machine; {remedies}")
 
 
 def check_gpus() -> None:
