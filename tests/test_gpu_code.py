@@ -51,7 +51,8 @@ def do_nothing(net):
 
 
 def return_tokens_in_reverse(net):
-    net.router.end_route = lambda h, skipped, ids_keep: TokenRouter.end_route(h.flip(1), skipped, ids_keep)
+    for end in net.route_end_modules.values():
+        end.forward = lambda x, x_before, ids_keep, inputs=None: TokenRouter.end_route(x.flip(1), x_before, ids_keep)
 
 
 @pytest.mark.parametrize("damage", [None, do_nothing, return_tokens_in_reverse])
