@@ -58,7 +58,7 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
     guidances = ["guidance=path_drop,none", f"output={tmp_path}/refused"]  # a single process would start the second run
     main, other = launch(tmp_path, [*arguments, *guidances], 2)
     assert main.code == other.code == 1
-    assert "error (process 0): guidance=path_drop needs a network of model=sprint" in main.output, main.output
+    assert "guidance=path_drop needs a network of model=sprint" in main.output, main.output
     assert not (tmp_path / "refused").exists()
 
 
