@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
 
 def _open_own(path: Path) -> IO[bytes]:
     """Open a file inside a run or an output folder for reading and appending. Raises UserError for links, pipes and devices."""
-    return open(regular_file(path) if refuse_link(path).exists() else path, "a+b")
+    return open(regular_file(refuse_link(path)), "a+b")
 
 
 def why_not_written(path: Path, error: Exception, needed_bytes: int | None = None) -> str:
