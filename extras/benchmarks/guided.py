@@ -72,6 +72,7 @@ ARMS = {
     "routed": Arm("fashion/dit_xs4_tread", 12150, tuple(GUIDANCES)),
     "dense-46": Arm("fashion/dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
 }
+PRIMARY = ("dense", "routed")  # arms that the primary outcomes compare
 Point = tuple[str, str, float, int]  # time, guidance, scale, first sampling seed
 Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
@@ -93,7 +94,9 @@ def guided(
     """
     if unknown := [seed for seed in seeds if seed not in SEEDS]:
         raise UserError(f"seeds={unknown} are not in the rule, which has {SEEDS[0]} to {SEEDS[-1]}")
-    chosen = [(arm, seed) for seed in seeds for arm, plan in ARMS.items() if seed in plan.seeds]
+    # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible.
+    orders = [PRIMARY, [arm for arm in ARMS if arm not in PRIMARY]]
+    chosen = [(arm, seed) for order in orders for seed in seeds for arm in order if seed in ARMS[arm].seeds]
     recorder = Recorder(Path(runs), Path(output), commit)
     # All arms are sampled at all scales before the first comparison, because the mean over seeds chooses the scale.
     for plan_points in (choosing_points, comparing_points):
