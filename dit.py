@@ -3,7 +3,7 @@
 The parameter names match those in facebookresearch/DiT, so published state dicts load with strict=True.
 
 Shapes: B is the batch size, and D is the network's width. Latents have C channels, height H and width W. With patch size p, a
-latent has N = HW/p^2 tokens. A network has R routes, and a route keeps K tokens.
+latent has N = HW/p^2 tokens. A network has R routes, and the blocks in a route's window process K kept tokens.
 """
 
 from __future__ import annotations
@@ -145,12 +145,12 @@ class FinalLayer(nn.Module):
 
 
 class RouteEnd(nn.Module):
-    """The end of a route in TREAD: kept tokens return to their positions among the tokens that skipped the route.
+    """The end of a route in TREAD: kept tokens return to their positions among the tokens that skipped the window.
 
     This is also the base class of other route ends, which have the same signature (see `DiT.route_end_class`).
 
     Attributes:
-        is_called_at_ratio_0: Whether the route end also changes tokens if no token skips the route.
+        is_called_at_ratio_0: Whether the route end changes tokens even if no token skips the window.
     """
 
     is_called_at_ratio_0 = False
@@ -159,29 +159,28 @@ class RouteEnd(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor, x_before: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """Args:
-            x: Kept tokens after the route, (B, K, D). At ratio 1, K is 0.
-            x_before: All tokens before the route, (B, N, D).
-            ids_keep: Positions of the kept tokens, (B, K) int64. In evaluation mode at ratio 0, x contains all tokens, and
-                ids_keep is None.
-            inputs: The `route_inputs` of `DiT.forward`.
+        """Return all tokens after the window, (B, N, D).
 
-        Returns:
-            All tokens after the route, (B, N, D).
+        Args:
+            x: Kept tokens after the window, (B, K, D). At ratio 1, K is 0.
+            x_before: All tokens before the window, (B, N, D).
+            ids_keep: Positions of the kept tokens, (B, K) int64. None in evaluation mode at ratio 0, when x contains all
+                tokens.
+            inputs: The `route_inputs` of `DiT.forward`.
         """
         return TokenRouter.end_route(x, x_before, ids_keep)
 
 
 class DiT(nn.Module):
-    """The DiT network. In training mode, some tokens skip the routes. In evaluation mode, no token skips a block by default.
+    """The DiT network. In training mode, routes carry some tokens past blocks. In evaluation mode, they carry none by default.
 
     Args:
         input_size: Height and width of the latents. The constructor raises ValueError if it is not a multiple of patch_size.
         num_classes: Number of classes. Labels range from 0 to num_classes - 1, and num_classes is the null class.
         learn_sigma: Whether to double the output channels, as in published DiT checkpoints. EDM and SiT drop the second half.
         class_dropout: Probability that the network replaces a label with the null class in training.
-        routes: Windows of blocks that some tokens skip, or () for a plain DiT. `TokenRouter` checks that they fit the depth.
-        selection: Selection rule that chooses which tokens stay in a route, or its name in `routing_module.SELECTIONS`.
+        routes: Routes that carry tokens past blocks, or () for a plain DiT. `TokenRouter` checks that they fit the depth.
+        selection: Selection rule that chooses the kept tokens, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: Run the block or final layer after each active route in float32 under autocast (TREAD, section 4).
         init: With `adaln_zero`, every block starts as the identity and the output starts at zero, as in DiT. With
             `official_tread`, the modulation and final layers start with Xavier-uniform weights, as in TREAD's official code.
@@ -222,7 +221,7 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
         self.router = TokenRouter(routes, depth)
-        # Route modules are named after the route's blocks, so that weights cannot load into a route at other blocks.
+        # Route ends are named after the blocks in the window, so that weights cannot load into a route past other blocks.
         names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})
         self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
@@ -260,23 +259,24 @@ class DiT(nn.Module):
         generator: torch.Generator | None = None,
         on_block: Callable[[int, Tensor, Tensor | None], None] | None = None,
     ) -> Tensor:
-        """Args:
+        """Run the network, and return its output (B, out_channels, H, W).
+
+        Args:
             x: Latents (B, C, H, W).
             t: Noise levels (B,) in the diffusion's own parameterisation, such as c_noise for EDM.
             y: Labels (B,) int64, 0 to num_classes, which is the null class. Out-of-range labels crash the process on a GPU.
             drop_labels: Mask (B,) bool of labels to replace with the null class. By default, training mode draws a random mask.
             route_noise: Uniform noise (B, R, N) in [0, 1) for the selection rule. By default, the network draws the noise.
             route_inputs: Extra input (B, ...) for the route ends.
-            selection_ratios: Fraction of tokens that skip the routes (one number, or one per route), in training and evaluation
-                mode. At ratio 1, all tokens skip. By default, training mode uses the routes' ratios, and evaluation mode uses 0.
+            selection_ratios: Fraction of tokens that the routes carry past blocks (one number, or one per route), in training and
+                evaluation mode. At ratio 1, all tokens skip. By default, training mode uses the routes' ratios, and evaluation
+                mode uses 0.
             generator: Generator for the random numbers that the network draws.
-            on_block: Function to call after every block as on_block(block number from 1, tokens, ids_keep). Outside a route, the
-                tokens are (B, N, D) and ids_keep is None. In a route, the tokens are (B, K, D) and ids_keep is (B, K) int64.
+            on_block: Function to call after every block as on_block(block number from 1, tokens, ids_keep). In a route's
+                window, the tokens are (B, K, D) and ids_keep is (B, K) int64. Elsewhere, the tokens are (B, N, D) and ids_keep is
+                None.
 
-        Returns:
-            Network output (B, out_channels, H, W).
-
-        Raise ValueError if t, y or drop_labels does not have shape (B,), or if the ratios or the noise do not fit the routes.
+        Raises ValueError if t, y or drop_labels does not have shape (B,), or if the ratios or the noise do not fit the routes.
         """
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast silently
@@ -306,7 +306,7 @@ class DiT(nn.Module):
                     ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
-            if h.shape[1] > 0:  # at ratio 1, no tokens enter the route
+            if h.shape[1] > 0:  # at ratio 1, no tokens are kept
                 h = self._run(block, after_route, h, c, *tables)
             if on_block is not None:
                 on_block(i + 1, h, ids_keep)
@@ -328,7 +328,7 @@ class DiT(nn.Module):
     def token_tables(self) -> tuple[Tensor, ...]:
         """Return additional per-token inputs for the blocks, such as tables of rotary angles. Each table is (1, N, ...).
 
-        Blocks in a route receive only the table rows of the kept tokens.
+        Blocks in a route's window receive only the entries of the kept tokens.
         """
         return ()
 

@@ -36,35 +36,35 @@ def main(cfg: FidConfig) -> float | None:
     from runtime.machine import start_accelerator
     from sampling.recipe import retry_if_removed
 
-    given = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
-    if len(given) != 1:
-        raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(given) or 'none of them'}")
-    if cfg.images and (keys := keys_of_sampling(cfg)):
-        raise UserError(f"{keys[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
+    keys = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
+    if len(keys) != 1:
+        raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(keys) or 'none of them'}")
+    if cfg.images and (refused := keys_of_sampling(cfg)):
+        raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     check_compile("compile", cfg.compile, accelerator.device)
-    return retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, given[0]))
+    return retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, keys[0]))
 
 
-def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> float | None:
-    """Evaluate the checkpoints or images that the key `given` names. Return the lowest value of the first metric.
+def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float | None:
+    """Evaluate the checkpoints or images that `key` names. Return the lowest value of the first metric.
 
     Raises CheckpointRemoved (see `retry_if_removed`).
     """
     from checkpoints import store
     from checkpoints.load import load_config
     from common.images import are_same_colour
-    from evaluations.results import in_words
+    from evaluations.results import format_settings
     from evaluations.suite import metrics_for
     from runtime.processes import check_same, check_shared, on_main
     from sampling.evaluator import open_reference
     from sampling.image_sets import open_image_set
-    from sampling.judge import Judge
+    from sampling.points import PointEvaluator
 
     # Only rank 0 looks for checkpoints, because ranks could find different checkpoints while a run is still training.
-    folders = on_main(lambda: find_checkpoints(cfg))
+    folders = on_main(lambda: resolve_checkpoints(cfg))
     for folder in folders:
-        check_shared(folder / store.MANIFEST, given)
+        check_shared(folder / store.MANIFEST, key)
     runs = {folder: load_config(folder) for folder in folders}
     images = None
     if cfg.images:
@@ -91,7 +91,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
     # Open the reference.
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
     if len(sizes) > 1:
-        raise UserError(f"checkpoints of different resolutions need separate commands: {in_words(sizes)}")
+        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
     resolution = images.shape[1] if images else next(iter(sizes))
     detectors = cfg.evaluation.all_detectors
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
@@ -100,16 +100,16 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
     output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    judge = Judge(cfg, accelerator, folders, images, reference, output)
-    points = judge.points()
+    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
+    points = evaluator.points()
     with contextlib.ExitStack() as stack:
         on_main(lambda: stack.enter_context(lock_folder(output, "evaluating into", "output")))
-        results, metric = judge(points, num_samples), metrics_for(detectors[0])[0].name
+        results, metric = evaluator.evaluate(points, num_samples), metrics_for(detectors[0])[0].name
 
         def write() -> float | None:
             sys.stdout.write(results.write([point for point, _ in points], metric))
-            found = [line["metrics"] for point, _ in points if (line := results.find(point))]  # removed checkpoints have none
-            return min((metrics[metric] for metrics in found if metric in metrics), default=None)
+            evaluated = [line["metrics"] for point, _ in points if (line := results.find(point))]  # removed checkpoints have none
+            return min((metrics[metric] for metrics in evaluated if metric in metrics), default=None)
 
         return on_main(write)
 
@@ -117,17 +117,17 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, given: str) -> flo
 def keys_of_sampling(cfg: FidConfig) -> list[str]:
     """Return the keys that have no effect on images on disk, and that differ from their values in configs/."""
     default = OmegaConf.merge(*(OmegaConf.load(REPOSITORY / "configs" / f"{name}.yaml") for name in ("sampling", "fid")))
-    given = {key: value for key, value in cfg if key not in cfg.for_images and value != default.get(key)}
-    return [key for key, value in given.items() if key != "guidance" or value[0].name != "none"]
+    typed = {key: value for key, value in cfg if key not in cfg.for_images and value != default.get(key)}
+    return [key for key, value in typed.items() if key != "guidance" or value[0].name != "none"]
 
 
-def find_checkpoints(cfg: FidConfig) -> list[Path]:
+def resolve_checkpoints(cfg: FidConfig) -> list[Path]:
     """Find the checkpoints that the command names, and verify the files that sampling reads."""
     from checkpoints import store
 
     reads = store.files_for_sampling(as_list(cfg.weights), cfg.ema_length is not None)
     if cfg.checkpoints is None:
-        return [store.find_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
+        return [store.resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
     folders = store.verify_all(Path(cfg.checkpoints) / "checkpoints", reads)
     if not folders:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
@@ -142,10 +142,10 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
         run: Settings of the run, or None for images on disk.
         background: Colour behind these images, if it is known.
     """
-    given, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
-    if given["detector"] not in (None, stored.get("detector")):
+    typed, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
+    if typed["detector"] not in (None, stored.get("detector")):
         stored["detector_weights"] = None
-    evaluation = {key: value or stored.get(key) for key, value in given.items()}
+    evaluation = {key: value or stored.get(key) for key, value in typed.items()}
     evaluation["background"] = evaluation["background"] or background or "white"
     update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": evaluation["reference"]}
     return cfg.model_copy(update=update)

@@ -1,7 +1,7 @@
 """Guidance methods. Each method builds the denoiser (x, level, y) -> D_x that a sampler calls, and checks its settings first.
 
 Guidance combines denoised estimates and works with every diffusion. Shapes: x is (B, C, H, W). y is (B,) int64, and num_classes
-is the null class. level (B,) repeats one noise level (sigma for EDM, t for SiT). The network has R routes and N tokens.
+is the null class. level (B,) contains one noise level B times (sigma for EDM, t for SiT). The network has R routes and N tokens.
 
 The `bounds` limit guidance to noise levels in (level_lo, level_hi] (arXiv 2404.07724). At other noise levels, the denoiser
 returns the unguided estimate. A bound of None, the default, has no effect.
@@ -28,10 +28,11 @@ class GuidanceInputs:
 
     Attributes:
         denoise: Function (x, level, y, *, selection_ratios=None, route_noise=None) -> D_x. selection_ratios is the fraction of
-            tokens that skip the network's routes, and route_noise (B, R, N) determines which tokens skip.
+            tokens that the network's routes carry past blocks, and route_noise (B, R, N) determines which tokens.
         num_classes: Number of classes, which is also the index of the null class.
         routes_shape: Number of routes and number of tokens, (R, N).
-        draw_route_noise: Function that draws new noise (B, R, N). Row i depends on image i's seed and the number of past calls.
+        draw_route_noise: Function that draws new noise (B, R, N). The noise of image i
+            depends on its seed and on the number of earlier calls.
         weak: Denoiser of a second, weaker network, with the arguments of `denoise`.
         weak_routes_shape: `routes_shape` of the weak network.
         levels: Noise levels at which the sampler calls the denoiser, in descending order. Moving ratios need them.
@@ -72,7 +73,7 @@ def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None
 
 
 def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | None) -> Denoiser:
-    """Path-drop guidance (SPRINT, arXiv 2510.21986), which is `cfg` with a null estimate that skips all route blocks."""
+    """Path-drop guidance (SPRINT, arXiv 2510.21986), which is `cfg` with a null estimate in which all tokens skip the windows."""
 
     def label_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         null = torch.full_like(y, inputs.num_classes)
@@ -93,10 +94,10 @@ def sparse(
 ) -> Denoiser:
     """Sparse guidance (arXiv 2601.01608): D = D_weak + w * (D_strong - D_weak). Both estimates use the class label.
 
-    In both branches, tokens skip the routes. The weak branch evaluates the weak network, for example an earlier checkpoint of the
-    run. Without a weak network, it evaluates the same network, and more tokens must skip than in the strong branch. Every call of
-    the denoiser selects new tokens, with the same noise for both branches. With one network and uniform selection, the strong
-    branch keeps every token that the weak branch keeps.
+    In each branch, a fraction of the tokens skips the windows of the routes. The weak branch evaluates the weak network, for
+    example an earlier checkpoint of the run. Without a weak network, it evaluates the same network, and must keep fewer tokens
+    than the strong branch. Every call of the denoiser draws new noise for the selection, which both branches share. With one
+    network and uniform selection, the strong branch therefore keeps every token that the weak branch keeps.
 
     A ratio is constant, or follows half a cosine from its first to its last value over the sampler's noise levels. The noise
     level alone determines the ratio, so that D is a function of x and the noise level, as second-order solvers assume. Heun's
@@ -104,7 +105,7 @@ def sparse(
 
     Args:
         w: Guidance weight. A weight of 1 disables guidance and uses only the strong branch, which is dense if r_strong is 0.
-        r_strong, r_weak: Fractions of the tokens that SKIP the routes, in [0, 1). At 0, no tokens skip.
+        r_strong, r_weak: Fractions of the tokens that SKIP the windows, in [0, 1). At 0, no tokens skip.
         r_strong_last, r_weak_last: Fractions at the lowest noise level. None keeps a fraction constant.
 
     Raise ValueError if tokens must skip in a network without routes, if the routes of the two networks have different shapes, or

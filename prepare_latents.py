@@ -87,8 +87,8 @@ def encode(cfg: EncodeConfig) -> None:
     encode_images(source, vae, writer, info, cfg, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        about = {"source": cfg.images, "unread": source.unread}
-        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **about)
+        entries = {"source": cfg.images, "unread": source.unread}
+        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries)
     processes.leave()
 
 

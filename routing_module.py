@@ -1,6 +1,7 @@
-"""Token routing (TREAD, arXiv 2501.04765): a random subset of the tokens skips a window of transformer blocks.
+"""Token routing (TREAD, arXiv 2501.04765): a route carries a random subset of the tokens past a window of transformer blocks.
 
-Shapes: B is the batch size, and D is the width. Each sample has N tokens, of which K = N - int(N * selection_ratio) are kept.
+Shapes: B is the batch size, and D is the width. Each sample has N tokens. The blocks in the window process
+only K = N - int(N * selection_ratio) of them, the kept tokens. The others skip the window and return unchanged after it.
 The functions operate on tensors with a token axis and do not depend on a particular network.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Route:
-    """A window of transformer blocks that a subset of the tokens skips (TREAD, section 3).
+    """Carries a subset of the tokens past a window of transformer blocks (TREAD, section 3).
 
     Attributes:
         selection_ratio: Fraction of the tokens that SKIP the window, in [0, 1). A ratio of 0 disables the route.
@@ -29,7 +30,7 @@ class Route:
 
 
 # A selection rule maps tokens (B, N, D) and uniform noise (B, N) in [0, 1) to finite scores (B, N). The tokens with the highest
-# scores stay in the route. NaN scores would rank highest. The code has no NaN check, because a check would wait for the device.
+# scores are kept. NaN scores would rank highest. The code has no NaN check, because a check would wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -39,13 +40,13 @@ def uniform_scores(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse: bool = False) -> Tensor:
-    """Return (1 - weight) * noise + weight * norm in float32, so that tokens with a large L1 norm stay more often.
+    """Return (1 - weight) * noise + weight * norm in float32, so that tokens with a large L1 norm are kept more often.
 
     Each sample's norms are scaled to [0, 1], so that the norms have equal influence at every depth. The scores have no gradient.
 
     Args:
         weight: Weight of the norms. A weight of 0 selects tokens uniformly, and 1 keeps the tokens with the largest norms.
-        inverse: Whether tokens with a small L1 norm stay more often instead.
+        inverse: Whether tokens with a small L1 norm are kept more often instead.
     """
     with torch.no_grad():
         norm = x.detach().abs().sum(dim=-1, dtype=torch.float32)  # (B, N)
@@ -61,14 +62,14 @@ SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance":
 
 
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
-    """Return K = N - int(N * selection_ratio), the number of tokens that stay in the window. K is 0 only if the ratio is 1."""
+    """Return K = N - int(N * selection_ratio), the number of kept tokens. K is 0 only if the ratio is 1."""
     _check_ratio("selection_ratio", selection_ratio)
     return num_tokens - int(num_tokens * selection_ratio)
 
 
 def _check_ratio(name: str, ratio: float) -> None:
     if not 0 <= ratio <= 1:
-        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1]: the fraction of tokens that skip the route")
+        raise ValueError(f"{name}={ratio!r} must be a number in [0, 1]: the fraction of tokens that skip the blocks")
 
 
 class TokenRouter:
@@ -87,7 +88,7 @@ class TokenRouter:
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if route.selection_ratio == 1:
-                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token in the route: it must be below 1")
+                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token for the blocks: it must be below 1")
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (idx := getattr(route, name)) < depth:
                     known = f"{depth} blocks; use {-depth} to {depth - 1}"
@@ -101,7 +102,7 @@ class TokenRouter:
             self.routes += (Route(float(route.selection_ratio), start, end),)
 
     def selection_ratios(self, overrides: float | Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return each route's ratio, or `overrides` (one number, or one per route). At ratio 1, all tokens skip the route."""
+        """Return each route's ratio, or `overrides` (one number, or one per route). At ratio 1, all tokens skip the window."""
         if overrides is None:
             return tuple(route.selection_ratio for route in self.routes)
         ratios = [overrides] * len(self.routes) if isinstance(overrides, (int, float)) else list(overrides)
@@ -120,16 +121,16 @@ class TokenRouter:
         generator: torch.Generator | None = None,
         rule: SelectionRule = uniform_scores,
     ) -> Tensor:
-        """Choose which tokens stay, separately for each sample. The default rule chooses a uniformly random subset.
+        """Choose which tokens to keep, separately for each sample. The default rule chooses a uniformly random subset.
 
         Args:
-            x: Tokens (B, N, D) at the start of the route.
-            selection_ratio: Fraction of the tokens that skip the route.
+            x: Tokens (B, N, D) before the window.
+            selection_ratio: Fraction of the tokens that skip the window.
             noise: Independent uniform noise (B, N) in [0, 1) for the rule. By default, the method draws it from `generator`.
             rule: Selection rule, such as a value of `SELECTIONS`.
 
         Returns:
-            Positions (B, K) int64 of the tokens that stay. The positions ascend, so that `start_route` reads memory in order.
+            Positions (B, K) int64 of the kept tokens. The positions ascend, so that `start_route` reads memory in order.
 
         Raises:
             ValueError: If the ratio is outside [0, 1], or if the noise or the scores have a wrong shape.
@@ -151,7 +152,7 @@ class TokenRouter:
 
     @staticmethod
     def start_route(x: Tensor, ids_keep: Tensor) -> Tensor:
-        """Return the tokens (B, K, D) at positions `ids_keep`. x may also contain positions or masks (B, N, ...)."""
+        """Return the kept tokens (B, K, D), at the positions `ids_keep`. x may also contain positions or masks (B, N, ...)."""
         if len(ids_keep) != len(x):  # gather would silently drop the remaining samples
             raise ValueError(f"ids_keep has shape {tuple(ids_keep.shape)}, but there are {len(x)} samples")
         index = ids_keep.reshape(ids_keep.shape + (1,) * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
@@ -159,7 +160,7 @@ class TokenRouter:
 
     @staticmethod
     def end_route(x: Tensor, x_before: Tensor, ids_keep: Tensor) -> Tensor:
-        """Put the kept tokens back at their original positions among the tokens that skipped the route.
+        """Put the kept tokens back at their original positions among the skipped tokens.
 
         Args:
             x: Kept tokens (B, K, D) after the window.
@@ -167,7 +168,7 @@ class TokenRouter:
             ids_keep: Positions (B, K) from `choose_ids_keep`.
 
         Returns:
-            All tokens (B, N, D). Tokens that skipped the route are bit-identical to `x_before`. Gradients flow to x and x_before.
+            All tokens (B, N, D). Skipped tokens are bit-identical to `x_before`. Gradients flow to x and x_before.
         """
         if ids_keep.shape != x.shape[:2] or (len(x), *x.shape[2:]) != (len(x_before), *x_before.shape[2:]):  # x could broadcast
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, x_before, ids_keep))

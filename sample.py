@@ -68,12 +68,12 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     """Find the checkpoint, sample the missing images and write the grid. Raises CheckpointRemoved (see `retry_if_removed`)."""
     from checkpoints import store
     from checkpoints.load import load_config
-    from checkpoints.resume import find_checkpoint_on_main
+    from checkpoints.resume import resolve_checkpoint_on_main
     from runtime.processes import check_shared, on_main, wait_for_all
     from sampling.recipe import Recipe
 
     reads = store.files_for_sampling([cfg.weights], cfg.ema_length is not None)
-    checkpoint = find_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
+    checkpoint = resolve_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
     names = on_main(lambda: find_class_names(run.data))
@@ -133,8 +133,8 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
     labels = {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
     if (num_drawn := len(set(labels.values()))) < min(len(seeds), len(cfg.classes)):
         drawn = ", ".join(f"seed {seed}: class {label}" for seed, label in list(labels.items())[:4])
-        words = "%d seeds draw only %d of %d classes, because seed i uses entry i mod %d of classes= (%s, ...)"
-        log.warning(words, len(seeds), num_drawn, len(cfg.classes), len(cfg.classes), drawn)
+        message = "%d seeds draw only %d of %d classes, because seed i uses entry i mod %d of classes= (%s, ...)"
+        log.warning(message, len(seeds), num_drawn, len(cfg.classes), len(cfg.classes), drawn)
     return labels
 
 
@@ -154,9 +154,9 @@ def name_files(output: Path, labels: dict[int, int], names: list[str] | None) ->
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
-    has_weak = getattr(recipe.guidance, "checkpoint", None) is not None  # its hash is in `recipe.content`
+    has_weak = getattr(recipe.guidance, "checkpoint", None) is not None  # its hash is in `recipe.checkpoint_hash`
     return ImageSettings(
-        checkpoint=recipe.content,
+        checkpoint=recipe.checkpoint_hash,
         weights=recipe.weights,
         ema_length=cfg.ema_length,
         labels=None if cfg.classes else cfg.labels,
@@ -199,8 +199,8 @@ def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) ->
 def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterator[None]:
     """Open and lock the output folder. Raises UserError for unrelated files or images with other settings."""
     file = output / "settings.yaml"
-    held = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if file.name not in held and not all(name == ".lock" or is_leftover(name) for name in held):
+    contents = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    if file.name not in contents and not all(name == ".lock" or is_leftover(name) for name in contents):
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
     with lock_folder(output, "sampling into", "output", settings=file.name):
         if not file.exists():
@@ -246,14 +246,14 @@ def write_grid_and_npz(
         with as_user_error(f"{files[seed]} (remove it and run the same command to make it again)"):
             return np.asarray(Image.open(regular_file(files[seed])).convert("RGB"))
 
-    shown = seeds[:MAX_GRID_IMAGES]
-    grid = labelled_grid([read(seed) for seed in shown], [class_caption(labels[seed], names) for seed in shown])
+    grid_seeds = seeds[:MAX_GRID_IMAGES]
+    grid = labelled_grid([read(seed) for seed in grid_seeds], [class_caption(labels[seed], names) for seed in grid_seeds])
     with open_atomically(output / f"grid_{spec}.png") as f:
         grid.save(f, format="PNG")
     log.info("grid     %s", output / f"grid_{spec}.png")
     if npz:
         npz_file = output / f"samples_{spec}.npz"
-        write_npz(npz_file, map(read, files), (len(files), *read(shown[0]).shape), np.array(list(labels.values())))
+        write_npz(npz_file, map(read, files), (len(files), *read(grid_seeds[0]).shape), np.array(list(labels.values())))
         log.info("npz      %s", npz_file)
 
 

@@ -33,7 +33,7 @@ def main(cfg: TrainConfig) -> float | None:
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
-    from checkpoints.resume import check_initial, find_initial, open_existing_run, start_run
+    from checkpoints.resume import check_initial, open_existing_run, select_initial_checkpoint, start_run
     from checkpoints.run import RunFolder
     from runtime import processes
     from runtime.compilation import check_machine
@@ -56,7 +56,7 @@ def main(cfg: TrainConfig) -> float | None:
     check_machine(train, accelerator.device)
     processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
-    initial = find_initial(run, cfg.init_from, cfg.init_state)
+    initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state)
     if initial is not None:
         check_initial(initial, cfg)
     newest = open_existing_run(run, cfg)

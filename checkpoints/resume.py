@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
-    """Open and lock the folder of an existing run. Return the checkpoint from which it resumes (`find_resume`, `check_resume`).
+    """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
 
     Return None if the folder does not exist or contains no checkpoint. `start_run` then starts the run.
     """
     if not on_main(run.path.exists):
         return None
     on_main(run.open)
-    newest = find_resume(run, cfg.resume)
+    newest = select_resume_checkpoint(run, cfg.resume)
     if newest is not None:
         check_resume(newest, cfg)
     return newest
@@ -40,7 +40,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     def open_and_rename() -> None:
         run.open()
         if store.list_steps(run.checkpoints):
-            raise UserError(f"another process has trained {run.path} since this start; run the same command to resume")
+            raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
         with contextlib.suppress(UserError):  # the file is not a configuration
             if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
                 return
@@ -50,41 +50,34 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     on_main(open_and_rename)
 
 
-def find_resume(run: RunFolder, resume: str) -> Path | None:
+def select_resume_checkpoint(run: RunFolder, resume: str) -> Path | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
-    Raise UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the checkpoint was imported
-    or is not visible on every node.
+    Raises UserError if resume=never and the run has checkpoints, or if all checkpoints are damaged.
     """
 
     def decide() -> Path | None:
         if resume == "never" and store.list_steps(run.checkpoints):
             raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-        found = find_newest_of_run(run)
-        if found is not None and (source := store.imported_from(found)):
+        newest, problems = store.verify_newest(run.checkpoints)
+        if newest is None and problems:
             raise UserError(
-                f"{found} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
+                f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
+                f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+            )
+        for folder, problem in problems.items():
+            log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
+        if newest is not None and (source := store.imported_from(newest)):
+            raise UserError(
+                f"{newest} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
                 f"name=<another> init_from={run.path}"
             )
-        return found
+        return newest
 
     return _decide_on_main(decide, "output_dir")
 
 
-def find_newest_of_run(run: RunFolder) -> Path | None:
-    """Return a run's newest intact checkpoint or None. Rename newer, damaged checkpoints. Raise UserError if all are damaged."""
-    found, problems = store.find_newest(run.checkpoints)
-    if found is None and problems:
-        raise UserError(
-            f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
-            f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
-        )
-    for folder, problem in problems.items():
-        log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
-    return found
-
-
-def find_initial(run: RunFolder, init_from: str | None, init_state: str) -> Path | None:
+def select_initial_checkpoint(run: RunFolder, init_from: str | None, init_state: str) -> Path | None:
     """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
 
     With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing.
@@ -95,20 +88,20 @@ def find_initial(run: RunFolder, init_from: str | None, init_state: str) -> Path
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
             return None
         if init_state == "all":
-            return store.find_checkpoint(Path(init_from), "init_from")
-        found, raw = store.find_checkpoint(Path(init_from), "init_from", [store.WEIGHTS["ema"]]), store.WEIGHTS["raw"]
-        if (found / raw).exists():
-            store.verify(found, [raw])
+            return store.resolve_checkpoint(Path(init_from), "init_from")
+        folder, raw = store.resolve_checkpoint(Path(init_from), "init_from", [store.WEIGHTS["ema"]]), store.WEIGHTS["raw"]
+        if (folder / raw).exists():
+            store.verify(folder, [raw])
         else:
             log.warning("init_from=%s has no %s: the raw weights also start from the EMA", init_from, raw)
-        return found
+        return folder
 
     return None if init_from is None else _decide_on_main(decide, "init_from")
 
 
-def find_checkpoint_on_main(path: str, key: str, reads: Collection[str]) -> Path:
-    """Call `store.find_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
-    return _decide_on_main(lambda: store.find_checkpoint(Path(path), key, reads), key)
+def resolve_checkpoint_on_main(path: str, key: str, reads: Collection[str]) -> Path:
+    """Call `store.resolve_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
+    return _decide_on_main(lambda: store.resolve_checkpoint(Path(path), key, reads), key)
 
 
 def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:
@@ -121,14 +114,13 @@ def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:
 def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Check that a run can start from the verified checkpoint that init_from names.
 
-    The routes may differ, but `schema.NETWORKS` must map both models to the same module. Raise UserError if a key differs whose
-    role names `init_state=weights` or `init_state=all`. With init_state=all, the run continues the label table, the projector's
-    optimizer state and the tracked averages. It then also needs steps that remain and weights with an optimizer.
+    Both models must use the same module of `schema.NETWORKS`, but their routes may differ. The UserError lists the keys that may
+    not differ. With init_state=all, the checkpoint also needs an optimizer, and the run needs steps that remain.
     """
     stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
-        found = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
-        raise UserError(f"init_state=all: init_from={cfg.init_from} {found}; set init_state=weights, or raise train.num_steps")
+        reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
+        raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences_for(f"init_state={cfg.init_state}", stored, cfg)
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
         changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")

@@ -94,8 +94,8 @@ class RunFolder:
         for folder in (self.checkpoints, self.samples, self.snapshots, self.wandb):
             refuse_link(folder)
         if self.path.is_dir() and not self._is_run() and (others := [*self._others()]):
-            found = f"{self.path} holds {others[0].name} and was not made by train.py"
-            raise UserError(f"{found}; choose another name=... or output_dir=...")
+            reason = f"{self.path} holds {others[0].name} and was not made by train.py"
+            raise UserError(f"{reason}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.path / ".lock", "training in", "name")
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
@@ -127,14 +127,14 @@ class RunFolder:
         if not file.exists():
             write_atomically(file, secrets.token_hex(4))
         with as_user_error(file):
-            found = regular_file(file).read_text(encoding="utf-8").strip()
-            if not re.fullmatch(r"[\w.-]{1,64}", found):
+            identifier = regular_file(file).read_text(encoding="utf-8").strip()
+            if not re.fullmatch(r"[\w.-]{1,64}", identifier):
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
-        return found
+        return identifier
 
-    def has_evaluation(self, about: dict) -> bool:
-        """Return whether metrics.jsonl contains an evaluation with the fields in `about`."""
-        return any(about.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
+    def has_evaluation(self, key_fields: dict) -> bool:
+        """Return whether metrics.jsonl contains an evaluation with these fields."""
+        return any(key_fields.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
 
     def metric_at(self, step: int) -> float | None:
         """Return the first metric of the last evaluation at `step`, at the guidance scale where it is lowest.

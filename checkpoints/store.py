@@ -280,18 +280,18 @@ def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
 
     `reads` lists the files that must be intact (see `verify`).
     """
-    found = []
+    intact = []
     for path in list_steps(root).values():
         try:
             with reading(path):
                 verify(path, reads)
-            found.append(path)
+            intact.append(path)
         except CheckpointRemoved as e:
             log.warning("%s; it is left out", e)
-    return found
+    return intact
 
 
-def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Path | None, dict[Path, str]]:
+def verify_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Path | None, dict[Path, str]]:
     """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors.
 
     If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `reads` lists the files that must
@@ -321,11 +321,11 @@ def warn_of_renamed(root: Path, newest_step: int) -> None:
             continue
         with contextlib.suppress(UserError):  # a damaged state.json
             if (step := read_step(folder)) > newest_step:
-                words = "%s holds the later step %d and is not used, because its name is not %s"
-                log.warning(words, folder, step, folder_name(step))
+                message = "%s holds the later step %d and is not used, because its name is not %s"
+                log.warning(message, folder, step, folder_name(step))
 
 
-def find_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:
+def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:
     """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists.
 
     `reads` lists the files that the caller reads (see `verify`).
@@ -339,7 +339,7 @@ def find_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, problems = find_newest(folder / "checkpoints", reads)
+    newest, problems = verify_newest(folder / "checkpoints", reads)
     if newest is None:
         raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():

@@ -36,7 +36,7 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
     Faults are links to a folder that contains the link, folders that cannot be read, and images that are broken links, pipes or
     devices. The function adds {relative path: message} to `faults`. If `faults` is None, it raises UserError instead.
     """
-    images, unread, others, found = [], [], Counter(), {}
+    images, unread, others, problems = [], [], Counter(), {}
     unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
     folders: list[tuple[str, frozenset]] = [("", frozenset())]  # relative path, and identities of the folder's parents
     while folders:
@@ -44,11 +44,11 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
         try:
             status = os.stat(folder / parent)
             if (identity := (status.st_dev, status.st_ino)) in identities:
-                found[parent[:-1]] = f"{parent[:-1]} is a link to a folder that contains it"
+                problems[parent[:-1]] = f"{parent[:-1]} is a link to a folder that contains it"
                 continue
             entries = [entry for entry in os.scandir(folder / parent) if not is_hidden(entry.name)]
         except OSError as e:
-            found[parent[:-1]] = f"{parent[:-1] or folder!s:.200} cannot be read: {e.strerror}"
+            problems[parent[:-1]] = f"{parent[:-1] or folder!s:.200} cannot be read: {e.strerror}"
             continue
         for entry in entries:
             name, suffix = parent + entry.name, os.path.splitext(entry.name)[1].lower()
@@ -57,15 +57,15 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
             elif suffix in SUFFIXES:
                 images.append(name)
                 if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
-                    found[name] = f"{name} cannot be read: {NOT_A_FILE}"
+                    problems[name] = f"{name} cannot be read: {NOT_A_FILE}"
             elif suffix in unread_suffixes:
                 unread.append(name)
             else:
                 others[suffix or "no suffix"] += 1
     if faults is not None:
-        faults.update(sorted(found.items()))
-    elif found:
-        raise UserError(f"{folder}: {list_faults([found[name] for name in sorted(found)], 'repair or remove {}')}")
+        faults.update(sorted(problems.items()))
+    elif problems:
+        raise UserError(f"{folder}: {list_faults([problems[name] for name in sorted(problems)], 'repair or remove {}')}")
     return Listing(sorted(images), sorted(unread), others)
 
 
@@ -121,8 +121,8 @@ def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> Image.I
     """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white."""
     if value_range is None:
         low, high = image.getextrema()
-        given = f"Pillow's mode {image.mode} has more than 8 bits, and this image has values from {low:g} to {high:g}"
-        raise ValueError(f"{given}; value_range=[low,high] of prepare_latents.py maps low to black and high to white")
+        message = f"Pillow's mode {image.mode} has more than 8 bits, and this image has values from {low:g} to {high:g}"
+        raise ValueError(f"{message}; value_range=[low,high] of prepare_latents.py maps low to black and high to white")
     low, high = value_range
     levels = (np.asarray(image, dtype=np.float64) - low) * (255 / (high - low))
     if not np.isfinite(levels).all():

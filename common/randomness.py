@@ -28,7 +28,7 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. Every method returns one row per sample. Subclasses define `_draw`.
+    """Random numbers for B samples. Every method returns one entry per sample. Subclasses define `_draw`.
 
     Attributes:
         quantiles: Quantiles in [0, 1] of the noise levels, [B], after `noise_level` has been called.
@@ -60,13 +60,13 @@ class SampleRandom:
 
 
 class SeedRandom(SampleRandom):
-    """Random numbers for sampling. The CPU draws row i, which depends only on seeds[i] (an integer or a tuple of integers)."""
+    """Random numbers for sampling. The CPU draws entry i, which depends only on seeds[i] (an integer or a tuple of integers)."""
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
         self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]
         self.device = device
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        rows = torch.stack([draw(shape, generator=g) for g in self.generators])
+        drawn = torch.stack([draw(shape, generator=g) for g in self.generators])
         on_cuda = self.device.type == "cuda"  # copies from pinned memory do not wait for queued work
-        return (rows.pin_memory() if on_cuda else rows).to(self.device, non_blocking=on_cuda)
+        return (drawn.pin_memory() if on_cuda else drawn).to(self.device, non_blocking=on_cuda)

@@ -58,12 +58,12 @@ def _increasing(ends: list[float]) -> list[float]:
     return ends
 
 
-def matching(pattern: str, words: str) -> AfterValidator:
-    """Return a validator for text that matches `pattern` completely. Its error message describes the pattern in `words`."""
+def matching(pattern: str, description: str) -> AfterValidator:
+    """Return a validator for text that matches `pattern` completely. Its error message contains the pattern's `description`."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise ValueError(f"{text!r:.100} is not {words}")
+            raise ValueError(f"{text!r:.100} is not {description}")
         return _short(text)
 
     return AfterValidator(check)

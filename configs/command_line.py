@@ -137,14 +137,14 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     """
     log_to_stderr()
     context = HydraConfig.get()
-    words, is_sweep = list(context.overrides.task), context.mode == RunMode.MULTIRUN
+    arguments, is_sweep = list(context.overrides.task), context.mode == RunMode.MULTIRUN
     launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
-        settings = parse_config(cfg, settings_class, words, are_typed=not is_sweep)
+        settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
-            claim(settings, Path(context.sweep.dir), " ".join(words))
+            claim(settings, Path(context.sweep.dir), " ".join(arguments))
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
@@ -153,7 +153,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if not is_sweep:
             raise
         text = re.sub(r"^error[^:]*: ", "", format_error(error) or traceback.format_exc())
-        failure = " ".join(words), text, traceback.format_exc()
+        failure = " ".join(arguments), text, traceback.format_exc()
     # The next run needs the memory that the error's traceback holds, so the new exception does not refer to the error.
     log.error("%s: %s", *failure[:2])
     if is_connected and launcher == "basic":
@@ -161,15 +161,15 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     raise FailedRun(*failure)
 
 
-def claim(cfg: TrainConfig, sweep: Path, words: str) -> None:
+def claim(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
     """Note in the sweep's folder which arguments belong to a run. Raises UserError if another run of the sweep has this name."""
     try:
         with open(sweep / cfg.name, "x", encoding="utf-8") as file:
-            file.write(words)
+            file.write(arguments)
     except FileExistsError:  # by a requeued job, another process of this job, or another job
-        if (earlier := (sweep / cfg.name).read_text(encoding="utf-8")) not in ("", words):
+        if (earlier := (sweep / cfg.name).read_text(encoding="utf-8")) not in ("", arguments):
             folder = f"{cfg.output_dir}/{cfg.name}"
-            raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {words}; set name=...") from None
+            raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {arguments}; set name=...") from None
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
@@ -189,7 +189,7 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
 
 
 def run_command(
-    commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None, **given: object
+    commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None, **further: object
 ) -> None:
     """Call the function that the first argument names, and pass the remaining `key=value` arguments to the function.
 
@@ -197,7 +197,7 @@ def run_command(
         commands: Maps each command to "module:function". A module is imported only when its command runs.
         description: Text that `--help` prints.
         keys: Maps a command to "module:class" if its function accepts one object. The fields of the class are the command's keys.
-        given: Further values for the function.
+        further: Further values for the function.
     """
     name, *typed = arguments or ["--help"]
     if name in HELP:
@@ -213,7 +213,7 @@ def run_command(
     target = resolve_name(settings_class) if settings_class else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    raw = {override.key_or_group: plain_value(override) for override in map(parse_argument, typed)} | given
+    raw = {override.key_or_group: plain_value(override) for override in map(parse_argument, typed)} | further
     model = create_model(name, __base__=Settings, **types)
     values = dict(validate(raw, model, dict(argument.split("=", 1) for argument in typed)))
     function(target(**values)) if settings_class else function(**values)
@@ -222,8 +222,8 @@ def run_command(
 def plain_value(override: Override) -> object:
     """Return the value of an argument. Raises UserError for values that only a sweep can have."""
     if override.is_sweep_override():
-        words, key = override.input_line, override.key_or_group
-        raise UserError(f"{words}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
+        argument, key = override.input_line, override.key_or_group
+        raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
     return override.value()
 
 

@@ -33,8 +33,8 @@ def help_text(config_name: str) -> str:
     files = [file for group in (f"{config_name}.yaml", *groups) for file in sorted(CONFIGS.glob(group))]
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
     choices = "== Configuration groups ==\n$APP_CONFIG_GROUPS\n" if config_name == "config" else ""
-    about, keys = ((text or "").replace("$", "$$") for text in (sys.modules["__main__"].__doc__, keys))
-    return f"{about}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
+    docstring, keys = ((text or "").replace("$", "$$") for text in (sys.modules["__main__"].__doc__, keys))
+    return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
 
 
 OmegaConf.register_new_resolver(

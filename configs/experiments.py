@@ -65,9 +65,9 @@ def route(selection_ratio: float, start: int, end: int) -> str:
 ROWS: dict[str, Row] = {}
 
 
-def add(name: str, *about: Any, **more: Any) -> None:
+def add(name: str, *fields: Any, **more: Any) -> None:
     """Add a row to ROWS. The remaining arguments are the fields of `Row`, in order or by name."""
-    ROWS[name] = Row(name, *about, **more)
+    ROWS[name] = Row(name, *fields, **more)
 
 
 def add_pair(
@@ -90,24 +90,24 @@ for size, *fids in (
     ("L", 23.33, 9.10, 18.80, 5.91),
     ("XL", 19.47, 7.38, 17.20, 4.89),
 ):
-    base, about = f"{IMAGENET_256} model.backbone=DiT-{size}/2", ("Table 2: backbones", "TREAD, Table 2")
-    add_pair(f"table2/dit_{size.lower()}2", *about, f"{base} diffusion=edm", fids[:2], DIT)
-    add_pair(f"table2/sit_{size.lower()}2", *about, f"{base} diffusion=sit", fids[2:], SIT)
+    base, heading = f"{IMAGENET_256} model.backbone=DiT-{size}/2", ("Table 2: backbones", "TREAD, Table 2")
+    add_pair(f"table2/dit_{size.lower()}2", *heading, f"{base} diffusion=edm", fids[:2], DIT)
+    add_pair(f"table2/sit_{size.lower()}2", *heading, f"{base} diffusion=sit", fids[2:], SIT)
 
-# DiT-B/2. The keys are the percentages of tokens that skip the route, and the values are FIDs.
-about = ("Selection rate", "TREAD, ablation of the selection rate")
-add("selection_rate/0", *about, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT, checkpoint_of="table2/dit_b2")
+# DiT-B/2. The keys are the percentages of tokens that skip blocks, and the values are FIDs.
+heading = ("Selection rate", "TREAD, ablation of the selection rate")
+add("selection_rate/0", *heading, f"{IMAGENET_256} {B} {DENSE}", {"fid": 43.47}, DIT, checkpoint_of="table2/dit_b2")
 for rate, fid in {25: 26.50, 50: 21.34, 75: 49.29}.items():
     arguments = f"{IMAGENET_256} {B} {route(rate / 100, 2, -4)}"
     same = "table2/dit_b2_tread" if rate == 50 else None
-    add(f"selection_rate/{rate}", *about, arguments, {"fid": fid}, baseline="selection_rate/0", checkpoint_of=same)
+    add(f"selection_rate/{rate}", *heading, arguments, {"fid": fid}, baseline="selection_rate/0", checkpoint_of=same)
 
 # DiT-XL/2. Row `relative` scales the route with the depth B (B/6 to 2B/3). Row `absolute` routes from block 2 to block B - 4.
-about = ("Location scaling", "TREAD, ablation of the location's scaling")
+heading = ("Location scaling", "TREAD, ablation of the location's scaling")
 rounded = "the paper does not say how it rounds B/6 = 4.67 and 2B/3 = 18.67 of 28 blocks; here down, to 4 and 18"
-add("location/relative", *about, f"{IMAGENET_256} {XL} {route(0.5, 4, 18)}", {"fid": 18.81}, rounded, "table2/dit_xl2")
+add("location/relative", *heading, f"{IMAGENET_256} {XL} {route(0.5, 4, 18)}", {"fid": 18.81}, rounded, "table2/dit_xl2")
 absolute = f"{IMAGENET_256} {XL} {route(0.5, 2, -4)}"
-add("location/absolute", *about, absolute, {"fid": 7.38}, None, "table2/dit_xl2", checkpoint_of="table2/dit_xl2_tread")
+add("location/absolute", *heading, absolute, {"fid": 7.38}, None, "table2/dit_xl2", checkpoint_of="table2/dit_xl2_tread")
 
 # The keys are the first and last block that half of the tokens skip. The values are FID changes from the dense DiT-B/2.
 PLACEMENTS = {
@@ -120,12 +120,12 @@ differs += "compare changes against the baseline, not the figures themselves"
 base = f"{IMAGENET_256} {B} train.num_steps=300000"
 add("placement/baseline", table, source, f"{base} {DENSE}", {"fid": dense}, differs, checkpoint_of="table2/dit_b2")
 for (start, end), change in PLACEMENTS.items():
-    about = (table, f"{source} ({dense} {change:+.2f})", f"{base} {route(0.5, start, end)}", {"fid": round(dense + change, 2)})
+    heading = (table, f"{source} ({dense} {change:+.2f})", f"{base} {route(0.5, start, end)}", {"fid": round(dense + change, 2)})
     same = "table2/dit_b2_tread" if (start, end) == (2, 8) else None
-    add(f"placement/{start}_{end}", *about, differs, "placement/baseline", checkpoint_of=same)
+    add(f"placement/{start}_{end}", *heading, differs, "placement/baseline", checkpoint_of=same)
 
-about = ("ImageNet-512", "TREAD, ImageNet-512 (FID of 10,000 samples)")
-add_pair("imagenet512/dit_b2", *about, f"{IMAGENET_512} {B}", (62.8, 40.9), num_samples=10_000)
+heading = ("ImageNet-512", "TREAD, ImageNet-512 (FID of 10,000 samples)")
+add_pair("imagenet512/dit_b2", *heading, f"{IMAGENET_512} {B}", (62.8, 40.9), num_samples=10_000)
 
 # Long DiT-XL/2 runs. The paper's rows (F), called `finetune` here, train a routed run without routes for 60 more epochs.
 # Each row lists epochs, arguments, differences, and the figures (unguided, then guided) in the order of METRICS.
@@ -146,17 +146,17 @@ FINAL = {
     "tread_finetune_740": (60, f"{start}680_seed${{seed}}", tuned, (), (2.09, 4.46, 269.07, 0.81, 0.62)),
     "tread_finetune_740_interval": (60, f"{start}680_seed${{seed}}", tuned, (), (1.69, 4.73, 292.66, 0.81, 0.63)),
 }
-about = ("Final comparison", "TREAD, final comparison")
+heading = ("Final comparison", "TREAD, final comparison")
 base = f"{IMAGENET_256} {XL} eval.every=100000 checkpoint.keep_every=400000"
 for name, (epochs, own, differs, *figures) in FINAL.items():
     arguments, baseline = f"{base} {own} train.num_steps={5_000 * epochs}", None if name == "dit" else "final/xl2_dit"
     paper, guided = (dict(zip(METRICS, values)) for values in figures)
     guided = {"paper_by_guidance": {"guidance=interval": guided}} if "interval" in name else {"paper_guided": guided}
-    add(f"final/xl2_{name}", *about, arguments, paper, differs, baseline, checkpoint_of=SAME_RUN.get(name), **guided)
+    add(f"final/xl2_{name}", *heading, arguments, paper, differs, baseline, checkpoint_of=SAME_RUN.get(name), **guided)
 
 # Sparse guidance, by TREAD's authors. docs/sample_and_evaluate.md has the commands of fid.py, which search the weight w. SG_FLOPS
 # is one network. In SG_FID, the weak branch is the checkpoint of step 50,000. The figures with cfg are those of the best scale.
-about = ("Sparse guidance", "Guiding Token-Sparse Diffusion Models (arXiv 2601.01608)")
+heading = ("Sparse guidance", "Guiding Token-Sparse Diffusion Models (arXiv 2601.01608)")
 SG_FLOPS = "guidance=sparse guidance.r_strong=0.5 guidance.r_weak=0.9"
 SG_FID = "guidance=sparse guidance.r_strong=0.0 guidance.r_strong_last=0.6 guidance.r_weak=0.6 guidance.r_weak_last=0.0"
 SG_FID += " guidance.checkpoint=step_0050000"
@@ -167,12 +167,12 @@ base = f"""{IMAGENET_256} {XL} {TREAD} diffusion=sit diffusion.sampler.solver=eu
     eval.every=100000 eval.cfg_scales=[1.0,1.5] guidance@eval.guidance=sparse eval.guidance.r_strong=0.5 eval.guidance.r_weak=0.9
 """
 add(
-    "sparse_guidance/sit_xl2_tread", *about, f"{base} train.num_steps=2000000", {"fid": 4.89}, differs + unguided,
+    "sparse_guidance/sit_xl2_tread", *heading, f"{base} train.num_steps=2000000", {"fid": 4.89}, differs + unguided,
     paper_guided=dict(zip(METRICS, (2.57, 4.99, 275.26, 0.82, 0.57))),
     paper_by_guidance={SG_FLOPS: {"fid": 2.14}, SG_FID: dict(zip(METRICS, (1.58, 4.45, 249.70, 0.80, 0.63)))},
 )  # fmt: skip
 add(
-    "sparse_guidance/sit_xl2_tread_160", *about, f"{base} train.num_steps=800000", {}, differs,
+    "sparse_guidance/sit_xl2_tread_160", *heading, f"{base} train.num_steps=800000", {}, differs,
     paper_guided=dict(zip(METRICS, (2.95, 4.84, 233.3, 0.82, 0.56))),
     paper_by_guidance={SG_FID: dict(zip(METRICS, (2.07, 3.98, 223.4, 0.80, 0.58)))},
     checkpoint_of="sparse_guidance/sit_xl2_tread",

@@ -354,16 +354,16 @@ class TrainConfig(Settings):
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        values, roles, words = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
+        values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
             if known and {"resume", "log"} & {*roles[known].noticed_by} and key not in in_default:
                 value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
-                words.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
-        name = "_".join(words)
-        if len(words) > 1 and len(name) > MAX_NAME_LENGTH:
+                parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+        name = "_".join(parts)
+        if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
         return self.model_copy(update={"name": name})
 
@@ -397,8 +397,8 @@ class _Sampling(Settings):
 def check_short_form(short: str, value: object, key: str, values: list) -> None:
     """Raise ValueError if a short form and its key are both set, to different values."""
     if as_list(value) != values:
-        found = values[0] if len(values) == 1 else values
-        raise ValueError(f"{short}={value} and {key}={found} set the same thing; give one of them")
+        other = values[0] if len(values) == 1 else values
+        raise ValueError(f"{short}={value} and {key}={other} set the same thing; give one of them")
 
 
 class SampleConfig(_Sampling):

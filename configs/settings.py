@@ -93,8 +93,8 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
     for key, value in kind.removed.items():
         *groups, name = key.split(".")
         group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
-        if (found := group.pop(name, value)) != value:
-            problems.append(f"{key}={found!r}, but this version has no such key and always uses {value!r}")
+        if (stored := group.pop(name, value)) != value:
+            problems.append(f"{key}={stored!r}, but this version has no such key and always uses {value!r}")
     try:
         settings = kind.model_validate(raw)
     except ValidationError as e:

@@ -62,14 +62,14 @@ class SmallNet(nn.Module):
         self.head = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Map uint8 images [N, H, W, 3] to logits [N, C] and to features [N, 128] before the ReLU, as in `DigitsNet`."""
+        """Map uint8 images [N, H, W, 3] to features [N, 128] before the ReLU, as in `DigitsNet`, and logits [N, C]."""
         x = images.permute(0, 3, 1, 2).float() / 127.5 - 1
         features = self.pool(F.adaptive_avg_pool2d(self.convs(x), 4).flatten(1))
         return features, self.head(F.relu(features))
 
 
-def _network(about: dict) -> nn.Module:
-    return DigitsNet() if about["detector"] == "digits" else SmallNet(about["num_classes"])
+def _network(metadata: dict) -> nn.Module:
+    return DigitsNet() if metadata["detector"] == "digits" else SmallNet(metadata["num_classes"])
 
 
 class ClassifierDetector:
@@ -81,10 +81,10 @@ class ClassifierDetector:
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):
         self.name, self.device = name, torch.device(device)
         with as_user_error(f"evaluation.detector_weights={weights}"), safe_open(regular_file(weights), framework="pt") as f:
-            about = json.loads(f.metadata()["about"])
-            if about["detector"] != name:
-                raise ValueError(f"it belongs to {about['detector']}, not to evaluation.detector={name}")
-        self._size, self._net = about["resolution"], _network(about)
+            metadata = json.loads(f.metadata()["about"])
+            if metadata["detector"] != name:
+                raise ValueError(f"it belongs to {metadata['detector']}, not to evaluation.detector={name}")
+        self._size, self._net = metadata["resolution"], _network(metadata)
         self._net.load_state_dict(load_file(weights))
         self._net.to(self.device).eval().requires_grad_(False)
         self.weights_hash = hash_file(weights)
@@ -119,12 +119,12 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         f"its images have {width}x{height} pixels; a detector needs squares of at most 128": height != width or height > 128,
         "it holds no labels; make it from labelled shards or from an .npz with `labels`": images.labels is None,
     }
-    if found := [problem for problem, applies in problems.items() if applies]:
-        raise UserError(f"reference={images.path}: {'; '.join(found)}")
+    if reasons := [problem for problem, applies in problems.items() if applies]:
+        raise UserError(f"reference={images.path}: {'; '.join(reasons)}")
     labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
-    about = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
+    metadata = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
     torch.manual_seed(0)
-    net = _network(about).to(device)
+    net = _network(metadata).to(device)
     shuffled = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
     held_out, training = shuffled.tensor_split([num_images // (5 if is_digits else 10)])
     random, batch_size = np.random.default_rng(1), 64
@@ -142,7 +142,7 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     with torch.no_grad():
         logits = torch.cat([net(pixels[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
     accuracy = class_agreement(logits, labels[held_out])
-    about |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
+    metadata |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
     # safetensors writes metadata keys in arbitrary order. A single key ensures that equal weights produce identical files.
-    write_atomically(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(about)}))
+    write_atomically(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(metadata)}))
     return accuracy

@@ -44,9 +44,9 @@ class Features:
         """Return the tensors `pool`, `logits` and `spatial` in a dictionary, without tensors that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
-    def select(self, rows: Tensor) -> Features:
-        """Return the features of the images `rows` [n], int64, in this order and without statistics."""
-        return replace(self, statistics={}, **{name: x[rows] for name, x in self.tensors().items()})
+    def select(self, items: Tensor) -> Features:
+        """Return the features of the images `items` [n], int64, in this order and without statistics."""
+        return replace(self, statistics={}, **{name: x[items] for name, x in self.tensors().items()})
 
 
 class Detector(Protocol):

@@ -103,9 +103,9 @@ class ImageFolder:
         if others := listed.others + Counter(Path(name).suffix for name in [*listed.unread, *grids]):
             left_out = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
             log.info("%s: %d images are read; %d other files are not: %s", self.path, len(self.files), others.total(), left_out)
-        found = [re.match(r"seed_\d+_class_(\d+)", file.name) for file in self.files] if is_sampled else [None]
-        if all(found):
-            self.labels = np.array([int(match[1]) for match in found])
+        matches = [re.match(r"seed_\d+_class_(\d+)", file.name) for file in self.files] if is_sampled else [None]
+        if all(matches):
+            self.labels = np.array([int(match[1]) for match in matches])
         self._with_more_frames: list[Path] = []
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
@@ -119,8 +119,8 @@ class ImageFolder:
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
                 yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
-        if found := self._with_more_frames:
-            log.warning("%s: only the first page or frame of %d images is read, such as %s", self.path, len(found), min(found))
+        if files := self._with_more_frames:
+            log.warning("%s: only the first page or frame of %d images is read, such as %s", self.path, len(files), min(files))
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""

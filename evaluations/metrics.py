@@ -141,19 +141,19 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
     centre = reference.mean(0)
     reference, samples = reference - centre, samples - centre
     with full_float32():
-        radii_reference, radii_samples = neighbour_radii(reference, tile_size), neighbour_radii(samples, tile_size)
+        radii2_reference, radii2_samples = squared_radii(reference, tile_size), squared_radii(samples, tile_size)
         sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
         reference_inside = torch.zeros(len(reference), dtype=torch.bool, device=samples.device)
         for rows in _tiles(reference, tile_size):
             for columns in _tiles(samples, tile_size):
                 distances = _squared_distances(reference[rows], samples[columns])
-                sample_inside[columns] |= (distances <= radii_reference[rows, None]).any(dim=0)
-                reference_inside[rows] |= (distances <= radii_samples[None, columns]).any(dim=1)
+                sample_inside[columns] |= (distances <= radii2_reference[rows, None]).any(dim=0)
+                reference_inside[rows] |= (distances <= radii2_samples[None, columns]).any(dim=1)
     # Divide Python integers, because MPS does not support float64.
     return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)
 
 
-def neighbour_radii(x: Tensor, tile_size: int) -> Tensor:
+def squared_radii(x: Tensor, tile_size: int) -> Tensor:
     """Compute the squared distance from each point in x [N, D] to its third nearest neighbour. Returns a tensor [N].
 
     Each distance is at least the rounding error of a zero distance, so that the ball around a point contains its duplicates.

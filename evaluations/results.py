@@ -21,8 +21,8 @@ from configs.settings import validate
 from evaluations.metrics import standard_error
 from evaluations.suite import format_metric
 
-# The values that results mean by settings that they lack. A new setting needs a line here with the value that older results
-# mean. Guidance and sampler settings need no line, because results hold only those that differ from their defaults.
+# Settings that older results do not store, with the values that older versions used. Add a line for each new setting. Guidance
+# and sampler settings need no line, because results store only those that differ from their defaults.
 DEFAULTS = {"labels": "random", "first_seed": 0}
 
 
@@ -31,13 +31,13 @@ class Point:
     """A checkpoint with sampling settings, or a set of images, that fid.py evaluates."""
 
     settings: dict  # settings as stored in results.jsonl
-    content: str  # hash of the checkpoints or images
-    shown: dict  # settings as shown in tables and plots
+    hash: str  # hash of the checkpoints or images, which results.jsonl stores as `content`
+    display: dict  # settings as displayed in tables and plots, which results.jsonl stores as `shown`
 
     @property
     def key(self) -> dict:
-        """Return the content hash and the settings without paths, so that moving the files does not change the key."""
-        return without_paths(self.settings) | {"content": self.content}
+        """Return the hash and the settings without paths, so that moving the files does not change the key."""
+        return without_paths(self.settings) | {"content": self.hash}
 
 
 class ResultLine(BaseModel, strict=True):
@@ -52,33 +52,33 @@ class ResultLine(BaseModel, strict=True):
 
 
 class Results:
-    """Evaluated points in a folder's results.jsonl. Two points are considered equal if their keys and conditions are equal.
+    """Evaluated points in a folder's results.jsonl. Two points are equal if their keys and shared settings are equal.
 
-    Other lines are left out with a warning.
+    Lines that are not results are skipped with a warning.
 
     Args:
-        conditions: Settings that all points share, such as the number of samples, the detector and the reference.
-        shown_conditions: Conditions as shown in tables.
+        shared: Settings that all points share, such as the number of samples, the detector and the reference.
+        shared_display: These settings as displayed in tables, which results.jsonl stores as `about`.
     """
 
-    def __init__(self, folder: Path, conditions: dict, shown_conditions: dict | None = None):
+    def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None):
         self.folder, self.file = folder, refuse_link(folder / "results.jsonl")  # before the evaluations, which take long
-        self.conditions, self.shown_conditions = conditions, shown_conditions or {}
-        foreign = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
-        if foreign and not self.file.exists():
-            raise UserError(f"{folder / foreign[0]} was not written by fid.py; choose another output=")
+        self.shared, self.shared_display = shared, shared_display or {}
+        unowned = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
+        if unowned and not self.file.exists():
+            raise UserError(f"{folder / unowned[0]} was not written by fid.py; choose another output=")
         self.lines = list(read_lines(self.file, partial(validate, kind=ResultLine)))
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        key = without_defaults(json.loads(json.dumps(point.key | self.conditions)))
+        key = without_defaults(json.loads(json.dumps(point.key | self.shared)))
         return next((line for line in self.lines if without_defaults(without_paths(line["point"])) == key), None)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
-        settings = point.settings | self.conditions | {"content": point.content}
+        settings = point.settings | self.shared | {"content": point.hash}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
-        line = {"point": settings, "shown": point.shown, "about": self.shown_conditions, **values}
+        line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
         append_line(self.file, line)
         self.lines.append(json.loads(json.dumps(line)))
 
@@ -86,21 +86,21 @@ class Results:
         """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
 
         Args:
-            plotted: Metric to plot. Among points with equal conditions, the tables mark the lowest value of the metric with `*`,
-                and values that do not differ significantly from the lowest value with `~`.
+            plotted: Metric to plot. Among points with equal shared settings, the tables mark the lowest value with `*`, and
+                values that do not differ significantly from the lowest value with `~`.
 
         Returns:
             Text table for a terminal, with the metrics and the settings that differ between rows.
         """
 
-        def conditions(line: dict) -> list:
-            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.conditions]
+        def shared(line: dict) -> list:
+            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.shared]
 
         rows, cells = [], []
         for line in self.lines:
-            rivals = [other for other in self.lines if plotted in other["metrics"] and conditions(other) == conditions(line)]
-            best = min(rivals, key=lambda other: other["metrics"][plotted], default=line)
-            mark = "" if len(rivals) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
+            comparable = [other for other in self.lines if plotted in other["metrics"] and shared(other) == shared(line)]
+            best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
+            mark = "" if len(comparable) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
             cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None})
@@ -113,18 +113,18 @@ class Results:
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
         table = markdown_table(list(columns), list(zip(*columns.values())))
         if any(row["best"] for row in rows):
-            table += f"\n`*`: the lowest {plotted} of its conditions; `~`: its difference from the lowest may be chance (95%)\n"
+            table += f"\n`*`: the lowest {plotted} at equal shared settings; `~`: not significantly above the lowest (95%)\n"
         write_atomically(self.folder / "results.md", table)
-        found = [(p.shown, line) for p in points if (line := self.find(p)) and plotted in line["metrics"]]
-        if len(found) > 1:
-            shown, lines = zip(*found)
-            label = f"{plotted} of {self.conditions['num_samples']:,} samples"
+        evaluated = [(p.display, line) for p in points if (line := self.find(p)) and plotted in line["metrics"]]
+        if len(evaluated) > 1:
+            displays, lines = zip(*evaluated)
+            label = f"{plotted} of {self.shared['num_samples']:,} samples"
             values = [line["metrics"][plotted] for line in lines]
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
-            write_atomically(self.folder / "results.png", plot(shown, values, errors, label))
+            write_atomically(self.folder / "results.png", plot(displays, values, errors, label))
         metrics = {name for line in self.lines for name in line["metrics"]}
-        shown = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
-        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in shown]
+        printed = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
+        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
         return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
 
 
@@ -168,7 +168,7 @@ def guidance_fields(line: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in line.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
 
 
-def in_words(settings: dict) -> str:
+def format_settings(settings: dict) -> str:
     """Format settings as text, such as `step 400000, cfg_scale 1.5`."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -187,18 +187,19 @@ def plot(settings: Sequence[dict], values: list[float], errors: list[float], lab
     axis = max(numbers, key=lambda name: len(choices[name]))
     others = [name for name in choices if name != axis and len(choices[name]) > 1]
     figure = Figure(figsize=(6, 4))
-    panel = figure.subplots()
+    axes = figure.subplots()
     curves: dict[str, list[tuple]] = {}
     for row, value, error in zip(settings, values, errors):
-        curves.setdefault(in_words({name: row[name] for name in others if name in row}), []).append((row[axis], value, error))
+        curve = format_settings({name: row[name] for name in others if name in row})
+        curves.setdefault(curve, []).append((row[axis], value, error))
     for name, curve in curves.items():
         x, y, error = zip(*sorted(curve))
         label_text = name.replace("$", r"\$") or None  # matplotlib interprets $ as the start of a formula
-        panel.errorbar(x, y, error, marker="o", capsize=3, label=label_text)
-    panel.set(xlabel=axis, ylabel=label)
-    panel.grid(alpha=0.3)
+        axes.errorbar(x, y, error, marker="o", capsize=3, label=label_text)
+    axes.set(xlabel=axis, ylabel=label)
+    axes.grid(alpha=0.3)
     if others:
-        panel.legend()
+        axes.legend()
     png = io.BytesIO()
     figure.savefig(png, dpi=150, bbox_inches="tight")
     return png.getvalue()

@@ -81,8 +81,8 @@ METRICS = (
 
 def small_set(detector: str) -> str | None:
     """Return the data set in the name of a small-image detector (small-fashion -> fashion), or None for other detectors."""
-    found = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
-    return found and found[1]
+    match = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
+    return match and match[1]
 
 
 def metrics_for(detector: str) -> list[Metric]:
@@ -139,8 +139,8 @@ def display_name(metric: str, num_samples: int) -> str:
 
 def format_metric(metric: str, value: float) -> str:
     """Format a value with the metric's format from METRICS, or with four significant digits for an unknown metric."""
-    found = find_metric(metric)
-    return f"{value:{found.format if found else '.4g'}}"
+    known = find_metric(metric)
+    return f"{value:{known.format if known else '.4g'}}"
 
 
 def format_mean(metric: str, values: Sequence[float]) -> str:

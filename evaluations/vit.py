@@ -32,7 +32,7 @@ class Encoder:
         name: timm model name of a VisionTransformer with the tag of the weights, such as vit_base_patch14_dinov2.lvd142m.
         weights: .safetensors or torch.save file, as published by timm or the authors. If None, use the Hugging Face hub's file.
         input_size: Height and width of the resized images. Must be a multiple of the patch size.
-        recipe: `repa` resizes images without antialiasing, and position embeddings as timm does (bicubic with antialiasing).
+        preprocessing: `repa` resizes images without antialiasing, and position embeddings as timm does (bicubic, antialiased).
             `edm2`, which FD-DINOv2 uses, resizes images with antialiasing, and position embeddings as DINOv2's code does.
         precision: Precision of matrix products, `fp32` or `bf16`. The encoder ignores the caller's autocast.
 
@@ -51,13 +51,13 @@ class Encoder:
         input_size: int,
         device: torch.device | str = "cpu",
         *,
-        recipe: Literal["repa", "edm2"] = "repa",
+        preprocessing: Literal["repa", "edm2"] = "repa",
         precision: str = "fp32",
     ):
-        self.device, self.recipe, self.precision = torch.device(device), recipe, precision
+        self.device, self.preprocessing, self.precision = torch.device(device), preprocessing, precision
         net, *normalisation = _build(name, input_size)  # invalid arguments raise an error before the download
         file = find_encoder_weights(name) if weights is None else Path(weights)
-        _load(net, file, recipe)
+        _load(net, file, preprocessing)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
         self.width, self._size = net.embed_dim, net.patch_embed.img_size
@@ -71,7 +71,7 @@ class Encoder:
         """
         x = to_device(images, self.device).permute(0, 3, 1, 2).float() / 255
         if x.shape[2:] != self._size:
-            x = F.interpolate(x, self._size, mode="bicubic", antialias=self.recipe == "edm2")
+            x = F.interpolate(x, self._size, mode="bicubic", antialias=self.preprocessing == "edm2")
         x = (x - self._mean) / self._std
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             tokens = self.net.forward_features(x).float()
@@ -84,7 +84,7 @@ class DINOv2Detector(Encoder):
     name = "dinov2"
 
     def __init__(self, weights: str | Path, device: torch.device | str = "cpu"):
-        super().__init__(DINOV2_L, weights, 224, device, recipe="edm2")
+        super().__init__(DINOV2_L, weights, 224, device, preprocessing="edm2")
 
     def features(self, images: np.ndarray | Tensor) -> Features:
         """Compute features of uint8 images [B, H, W, 3] of any size on the detector's device."""
@@ -114,14 +114,14 @@ def find_encoder_weights(name: str) -> Path:
     return find_on_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 
 
-def _load(net: nn.Module, file: Path, recipe: str) -> None:
+def _load(net: nn.Module, file: Path, preprocessing: str) -> None:
     """Load a weights file without executing any code in the file, and resize the position embeddings to the network's grid."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     with as_user_error(f"{file} (weights of the encoder)"):
         stored = load_state_dict(str(file), weights_only=True)
-        if recipe == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
+        if preprocessing == "edm2" and stored["pos_embed"].shape != net.pos_embed.shape:
             stored["pos_embed"] = resample_as_dinov2(stored["pos_embed"], net.patch_embed.grid_size[0])
         state = checkpoint_filter_fn(dict(stored), net)
         net.load_state_dict({k: x for k, x in state.items() if not k.startswith("head.")}, assign=True)  # ignores the head

@@ -6,7 +6,7 @@ A projector maps the tokens after one block to the width of the encoder's patch 
 
 Only training uses the projector. The network architecture is the same as without alignment.
 
-Shapes: B = batch size, N = number of tokens, K = number of tokens inside a route, D = network width, E = encoder width.
+Shapes: B = batch size, N = number of tokens, K = number of kept tokens, D = network width, E = encoder width.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ObservedNetwork:
     """A network wrapper that stores the tokens after block `block` (counted from 1) in each call. Call it like the network.
 
     Attributes:
-        tokens: Stored tokens, (B, N, D), or only the kept tokens, (B, K, D), if the block is inside a route.
-        ids_keep: Positions of the kept tokens, (B, K) int64. None if the block is outside all routes.
+        tokens: Stored tokens, (B, N, D), or only the kept tokens, (B, K, D), if the block is in a route's window.
+        ids_keep: Positions of the kept tokens, (B, K) int64. None if the block is outside all windows.
     """
 
     def __init__(self, net: Callable[..., Tensor], block: int):
@@ -133,7 +133,12 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
     try:
         encoder = Encoder(
-            settings.encoder, settings.encoder_weights, size, accelerator.device, recipe="repa", precision=cfg.train.precision
+            settings.encoder,
+            settings.encoder_weights,
+            size,
+            accelerator.device,
+            preprocessing="repa",
+            precision=cfg.train.precision,
         )
     except UserError as e:
         raise UserError(f"alignment.encoder, alignment.encoder_weights: {e}") from e

@@ -27,11 +27,11 @@ REPA = f"""{IMAGENET_256} {FP32_SAMPLES} {SIT_SAMPLER}
 
 # The LightningDiT rows train for 80,000 steps of 1,024 images on VA-VAE latents. A TREAD author published the routed row's code
 # (stefan-baumann/LightningDiT_TREAD), which uses the default route and does not run the block after the route in float32.
-about = ("LightningDiT", "TREAD, LightningDiT rows")
+heading = ("LightningDiT", "TREAD, LightningDiT rows")
 differs = "the paper does not say how these rows are sampled; here by LightningDiT's sampler (Euler, shift 0.3), unguided"
 routed = f"{LIGHTNING} model=lightningdit_tread model.fp32_after_route=false"
-add("lightning/xl1", *about, f"{LIGHTNING} model=lightningdit", {"fid": 5.14}, differs)
-add("lightning/xl1_tread", *about, routed, {"fid": 3.71}, differs, "lightning/xl1")
+add("lightning/xl1", *heading, f"{LIGHTNING} model=lightningdit", {"fid": 5.14}, differs)
+add("lightning/xl1_tread", *heading, routed, {"fid": 3.71}, differs, "lightning/xl1")
 
 # SiT aligned with DINOv2-B. REPA's runs use no routes. sihyun-yu/REPA#5 and gstoica27/DeltaFM#6 report REPA's FID for SiT-B/2.
 source = "REPA (arXiv 2410.06940), 400K iterations, 250 steps of the SDE"
@@ -43,14 +43,14 @@ for size, block, fid in (("B", 4, 24.4), ("XL", 8, 7.9)):
     add(f"{name}_tread", "REPA", "after REPA and TREAD", f"{base} {TREAD}", {}, routed, name)
 
 # The sprint/* rows use LightningDiT's blocks instead of SPRINT's. For SPRINT's second stage, set init_from and a ratio of 0.
-about = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations")
+heading = ("SPRINT", "SPRINT (arXiv 2510.21986); B/2: its ablations")
 differs = "see docs/train.md, SPRINT; its configuration names no mean and deviation of logit(t), here 0 and 1; "
 differs += "its figure may include the steps of a dense second stage"
 for size, dense, fused in (("B", {}, {"fid": 27.5}), ("XL", {"fid": 12.8}, {"fid": 9.30})):
     base = f"{IMAGENET_256} {FP32_SAMPLES} {SIT_SAMPLER} diffusion=sit diffusion.timestep=logit_normal train.grad_clip_norm=1.0"
     base, name = f"{base} model.backbone=LightningDiT-{size}/2", f"sprint/sit_{size.lower()}2"
-    add(f"{name}_dense", *about, f"{base} model=lightningdit", dense, differs)
-    add(name, *about, f"{base} model=lightningdit_sprint", fused, differs, f"{name}_dense")
+    add(f"{name}_dense", *heading, f"{base} model=lightningdit", dense, differs)
+    add(name, *heading, f"{base} model=lightningdit_sprint", fused, differs, f"{name}_dense")
 
 best = f"{FASHION} model.backbone=DiT-XS/4 model=sprint train.num_steps=8000 train.lr=2e-3"  # takes as long as 6,000 TREAD steps
 add("fashion/dit_xs4_sprint", "Fashion-MNIST", "after SPRINT", best, {}, FASHION_DIFFERS, "fashion/dit_xs4")

@@ -74,8 +74,9 @@ def check_length(folder: Path, weights: str, length: float) -> str:
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
     if error > MAX_ERROR:
-        found = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
-        raise UserError(f"ema_length={length:g}: {found}, more than {MAX_ERROR:.0%}; a run needs more (train.ema_snapshot_every)")
+        reason = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
+        remedy = "a run needs more (train.ema_snapshot_every)"
+        raise UserError(f"ema_length={length:g}: {reason}, more than {MAX_ERROR:.0%}; {remedy}")
     return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
 
 
@@ -92,8 +93,8 @@ class Average:
 
         def add_up() -> list[str]:
             files, lengths, factors, error = open_profiles(self.folder, self.length)
-            words = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
-            log.info(words, self.length, len(files), 100 * error)
+            message = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
+            log.info(message, self.length, len(files), 100 * error)
             keys = [f"{length:g}" for length in lengths]
             for i, file in enumerate(files.values()):
                 with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:

@@ -1,4 +1,4 @@
-"""SPRINT (arXiv 2510.21986), the successor of TREAD. SPRINT fuses the output of each route with the route's input.
+"""SPRINT (arXiv 2510.21986), the successor of TREAD. SPRINT fuses the tokens after each window with those before it.
 
 This module provides model=sprint, model=lightningdit_sprint and model.selection=grid. For guidance, see `guidance.path_drop`.
 
@@ -43,7 +43,7 @@ def _grid_scores(x: Tensor, noise: Tensor, grid: tuple[int, int, int, int]) -> T
 
 
 class Fusion(dit.RouteEnd):
-    """Combine the values of each token before and after a route with a linear layer, Linear([before, after]).
+    """Combine the values of each token before and after a window with a linear layer, Linear([before, after]).
 
     A learned mask token, initially zero, replaces `after` for skipped tokens. `DiT` initialises the layer like its other layers.
     """
@@ -58,7 +58,7 @@ class Fusion(dit.RouteEnd):
     def forward(self, x: Tensor, x_before: Tensor, ids_keep: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         """Return the combined tokens (B, N, D). See `dit.RouteEnd` for the arguments.
 
-        `inputs`, (B,) bool, is True for each sample in which the mask token replaces the complete route output (path-drop).
+        `inputs`, (B,) bool, is True for each sample in which the mask token replaces all tokens after the window (path-drop).
         """
         masked = self.mask_token.to(x_before.dtype).expand_as(x_before)
         after = x if ids_keep is None else TokenRouter.end_route(x, masked, ids_keep)
@@ -71,7 +71,7 @@ class FusedRoutes:
     """Mixin that adds SPRINT's fusion and path-drop to a network with routes. It must precede the network in the list of bases.
 
     Args:
-        path_drop: Probability that mask tokens replace the complete output of a sample's routes during training.
+        path_drop: Probability that mask tokens replace all of a sample's tokens after the windows during training.
 
     Raises ValueError if the network has no routes.
     """
@@ -87,7 +87,8 @@ class FusedRoutes:
     def forward(self, x: Tensor, t: Tensor, y: Tensor, *, drop_paths: Tensor | None = None, **inputs) -> Tensor:
         """Run `DiT.forward`. In training mode, the network draws `drop_paths` if it is None.
 
-        `drop_paths`, (B,) bool, marks samples whose routes output only mask tokens. Raises ValueError if its shape is wrong.
+        `drop_paths`, (B,) bool, marks samples in which mask tokens replace all tokens after the windows. Raises ValueError if its
+        shape is wrong.
         """
         if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # a scalar would broadcast over the batch
             raise ValueError(f"drop_paths has shape {tuple(drop_paths.shape)}; {len(x)} latents need {(len(x),)}")

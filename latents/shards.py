@@ -94,13 +94,13 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
-    about = asdict(info) | ({"provenance": provenance} if provenance else {})
-    about["hash"] = _hash(tensors, about)
-    return save(tensors, metadata={"about": json.dumps(about)})  # one entry, because safetensors orders entries randomly
+    metadata = asdict(info) | ({"provenance": provenance} if provenance else {})
+    metadata["hash"] = _hash(tensors, metadata)
+    return save(tensors, metadata={"about": json.dumps(metadata)})  # one entry, because safetensors orders entries randomly
 
 
-def _hash(tensors: dict[str, Tensor], about: dict) -> str:
-    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
+def _hash(tensors: dict[str, Tensor], metadata: dict) -> str:
+    digest = hashlib.blake2b(json.dumps(metadata).encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.flatten().numpy())
@@ -108,34 +108,34 @@ def _hash(tensors: dict[str, Tensor], about: dict) -> str:
 
 
 def read_header(file: Path) -> tuple[dict, dict[str, int]]:
-    """Read the header of a safetensors file and return (about, starts). Raise UserError for other file formats.
+    """Read the header of a safetensors file and return (metadata, starts). Raise UserError for other file formats.
 
-    `about` contains the fields of ShardInfo and `hash`. For shards from `encode` or `convert`, `about` also contains
-    `provenance`. For other safetensors files, `about` is {}. `starts` maps each tensor name to the tensor's offset in the file.
+    `metadata` contains the fields of ShardInfo and `hash`, and for shards from `encode` or `convert` also `provenance`. For other
+    safetensors files, `metadata` is {}. `starts` maps each tensor name to the tensor's offset in the file.
     """
     with as_user_error(file), open(regular_file(file), "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
-        about = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
-        return about, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+        metadata = dict(json.loads(header.pop("__metadata__", {}).get("about", "{}")))
+        return metadata, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def is_intact(file: Path) -> bool:
     """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
     try:
-        about, _ = read_header(file)
-        return about.pop("hash", None) in (None, _hash(load_file(regular_file(file)), about))
+        metadata, _ = read_header(file)
+        return metadata.pop("hash", None) in (None, _hash(load_file(regular_file(file)), metadata))
     except (SafetensorError, UserError):
         return False
 
 
 def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> None:
     """Raise UserError if a shard's tensors have invalid names, shapes, dtypes or labels."""
-    held = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
+    contents = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
     def need(is_so: bool, what: str) -> None:
         if not is_so:
-            raise UserError(f"{file} holds {held}; a latent shard needs {what}")
+            raise UserError(f"{file} holds {contents}; a latent shard needs {what}")
 
     need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
@@ -202,8 +202,8 @@ def read_manifest(folder: Path) -> dict | None:
         _Manifest.model_validate(manifest if isinstance(manifest, dict) else {})
     except pydantic.ValidationError as e:
         problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}"
-        words = "make the folder again, or remove this file"
-        raise UserError(f"{file} is not a manifest of latent shards ({problem}); {words}") from e
+        remedy = "make the folder again, or remove this file"
+        raise UserError(f"{file} is not a manifest of latent shards ({problem}); {remedy}") from e
     return manifest
 
 
@@ -284,8 +284,8 @@ class LatentDataset:
             UserError: If a shard is truncated or unreadable.
         """
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
-            held = "hold" if self.has_flips else "hold no"
-            raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards {held} mirrored latents")
+            mirrored = "mirrored latents" if self.has_flips else "no mirrored latents"
+            raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards hold {mirrored}")
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
         values = np.empty((len(indices), *self._shape), dtype=self._dtype)
@@ -337,9 +337,9 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
         shard = load_file(regular_file(file))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    about, starts = read_header(file)
+    metadata, starts = read_header(file)
     try:
-        info = ShardInfo(**about)
+        info = ShardInfo(**metadata)
     except pydantic.ValidationError as e:
         key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e

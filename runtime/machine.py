@@ -157,8 +157,8 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
 
 def cores_per_process() -> int:
     """Return OMP_NUM_THREADS if the user set it. Otherwise divide the number of cores by the number of processes on this node."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0 and not any(name in os.environ for name in LAUNCHERS):
-        return int(given)
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHERS):
+        return int(num_threads)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -89,11 +89,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
     """Check that all processes run the same job. Raises UserError on every process if a sweeper has drawn other values in one."""
     if _group is None:
         return
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, " ".join(arguments), group=_group)
-    for rank, words in enumerate(found):
-        if words != found[0]:
-            raise UserError(f"process {rank} runs {words}, but process 0 runs {found[0]}; set hydra.sweeper.sampler.seed=0")
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, " ".join(arguments), group=_group)
+    for rank, others in enumerate(gathered):
+        if others != gathered[0]:
+            raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
 
 
 def check_shared(file: Path, key: str) -> None:
@@ -108,10 +108,10 @@ def check_same(value: object, key: str, path: Path) -> None:
     """
     if _group is None:
         return
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (value, socket.gethostname(), os.path.abspath(path)), group=_group)
-    main_value, main_host, main_path = found[0]
-    for rank, (value, host, path) in enumerate(found):
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (value, socket.gethostname(), os.path.abspath(path)), group=_group)
+    main_value, main_host, main_path = gathered[0]
+    for rank, (value, host, path) in enumerate(gathered):
         if value != main_value:
             raise UserError(
                 f"{key}: process {rank} on {host} sees other content in {path} than process 0 on {main_host} in {main_path}; "

@@ -98,8 +98,8 @@ def open_reference(
         made = f"{key}={path} was made with background={images.background}, but evaluation.background={background}"
         raise UserError(f"{made}; make it again with background={background}, or set evaluation.background={images.background}")
     if images.background is None and isinstance(images, NpzImages) and not images.statistics:
-        words = f"{key}={path} does not say which colour is behind its transparent images; evaluation.background={background}"
-        log.warning("%s. If it has such images, make it again: `prepare_latents.py reference` now stores the colour", words)
+        message = f"{key}={path} does not say which colour is behind its transparent images; evaluation.background={background}"
+        log.warning("%s. If it has such images, make it again: `prepare_latents.py reference` now stores the colour", message)
     return images
 
 
@@ -154,8 +154,8 @@ class Evaluator:
         """
         items = fixed_order(len(images))[:num_samples]
         ascending = np.sort(items)  # an .npz can only be read forwards
-        rows = torch.from_numpy(np.searchsorted(ascending, items))
-        features = [x.select(rows) for x in self._features_of(images, self.detectors, ascending)]
+        positions = torch.from_numpy(np.searchsorted(ascending, items))
+        features = [x.select(positions) for x in self._features_of(images, self.detectors, ascending)]
         if num_samples == len(images):
             features = [replace(x, statistics=images.statistics.get(x.detector, {})) for x in features]
         return features, None if images.labels is None else images.labels[items]

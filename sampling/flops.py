@@ -17,7 +17,7 @@ def forward_flops(net: dit.DiT, selection_ratios: float | Sequence[float] | None
     """Compute the FLOPs of one forward pass for one image.
 
     Args:
-        selection_ratios: Fraction of tokens that SKIP a route, as one number for all routes or one number per route. With 0, no
+        selection_ratios: Fraction of tokens that SKIP a window, as one number for all routes or one number per route. With 0, no
             token skips, as in sampling. With 1, all tokens skip. With None, each route uses its own ratio, as in training.
     """
     N, D = net.num_tokens, net.pos_embed.shape[-1]

@@ -16,7 +16,7 @@ from torch import nn
 import guidance
 from checkpoints import store
 from checkpoints.load import load_config, load_network
-from checkpoints.resume import find_checkpoint_on_main
+from checkpoints.resume import resolve_checkpoint_on_main
 from common.errors import UserError
 from configs import schema
 from configs.settings import validate
@@ -41,7 +41,7 @@ class Recipe:
         autoencoder: Name of the autoencoder that decodes the latents, in the form that `latents.autoencoders.build` accepts.
         checkpoint: Verified checkpoint folder, or None for a network in training.
         weights: Weights to load from the checkpoint, `ema` or `raw`.
-        content: Hashes of the checkpoints, which identify the checkpoints in results.
+        checkpoint_hash: Hashes of the checkpoints, which identify them in results.
         average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
     """
 
@@ -52,7 +52,7 @@ class Recipe:
     autoencoder: str
     checkpoint: Path | None = None
     weights: str = "ema"
-    content: str = ""
+    checkpoint_hash: str = ""
     average: Any = None
 
     def __post_init__(self):
@@ -69,19 +69,19 @@ class Recipe:
         Raises:
             UserError: The run's sampler, network or checkpoint does not support a setting, or some settings are incompatible.
         """
-        run, content = load_config(folder), store.hash_checkpoint(folder)
+        run, checkpoint_hash = load_config(folder), store.hash_checkpoint(folder)
         guidance = with_weak_checkpoint(command.guidance, run)
         if weak := weak_checkpoint(guidance):
-            content += store.hash_checkpoint(weak)
+            checkpoint_hash += store.hash_checkpoint(weak)
         average = None
         if command.ema_length is not None:
             from extras import posthoc_ema  # imported only for ema_length
 
             average = posthoc_ema.Average(folder, command.ema_length)
-            content += posthoc_ema.check_length(folder, command.weights, command.ema_length)
+            checkpoint_hash += posthoc_ema.check_length(folder, command.weights, command.ema_length)
         diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
         autoencoder = command.autoencoder or run.data.autoencoder
-        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, content, average)
+        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, checkpoint_hash, average)
 
     @classmethod
     def in_training(
@@ -143,11 +143,11 @@ def routes_shape(run: schema.TrainConfig) -> tuple[int, int]:
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
     """Override sampler settings, ignoring None values. Raises UserError for an invalid value or an unknown sampler setting."""
-    given = {key: value for key, value in settings.items() if value is not None}
-    if unknown := [key for key in given if not hasattr(diffusion.sampler, key)]:
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    if unknown := [key for key in chosen if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
         raise UserError(f"{unknown[0]} is not a setting of the sampler of diffusion={diffusion.name}, which has {names}")
-    return replace(diffusion, sampler=validate(vars(diffusion.sampler) | given, type(diffusion.sampler)))
+    return replace(diffusion, sampler=validate(vars(diffusion.sampler) | chosen, type(diffusion.sampler)))
 
 
 def sampler_settings(diffusion: schema.Diffusion) -> dict[str, object]:
@@ -183,8 +183,8 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     if scale != 1 and run.model.class_dropout == 0:
         raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
     if settings.name == "path_drop" and not getattr(run.model, "path_drop", 0):
-        found = f"{run.name} has model={run.model.name} and model.path_drop={getattr(run.model, 'path_drop', 0):g}"
-        raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {found}")
+        reason = f"{run.name} has model={run.model.name} and model.path_drop={getattr(run.model, 'path_drop', 0):g}"
+        raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
     levels, weak = diffusion.sampler.evaluated_levels(), weak_checkpoint(settings)
@@ -217,13 +217,13 @@ def retry_if_removed(accelerator: Accelerator, command: Callable[[], T]) -> T:
             if accelerator.num_processes > 1:
                 raise UserError(f"{e}; run the same command again") from e
             log.warning("%s; looking for the next newest", e)
-            find_weak_checkpoint.cache_clear()
+            resolve_weak_checkpoint.cache_clear()
 
 
 @lru_cache(maxsize=100)
-def find_weak_checkpoint(path: str, weights: str) -> Path:
+def resolve_weak_checkpoint(path: str, weights: str) -> Path:
     """Find and verify the weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
-    return find_checkpoint_on_main(path, "guidance.checkpoint", store.files_for_sampling([weights]))
+    return resolve_checkpoint_on_main(path, "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
 def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
@@ -233,7 +233,7 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
     """
     if weak_checkpoint(settings) is None:
         return settings
-    folder = find_weak_checkpoint(settings.checkpoint, settings.weights)
+    folder = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
     if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
         raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
     return settings.model_copy(update={"checkpoint": str(folder)})

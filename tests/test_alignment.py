@@ -57,7 +57,7 @@ def test_the_loss_is_minus_the_mean_cosine_of_each_token_and_the_patch_of_its_ow
     projected = torch.randn(2, 6, 7, generator=g)
     assert alignment_loss(projected, patches).item() == pytest.approx(cosine_by_hand(projected, patches, everywhere), abs=1e-6)
     assert alignment_loss(3 * patches, patches).item() == pytest.approx(-1, abs=1e-6)
-    projected, ids_keep = projected[:, :3], torch.tensor([[0, 2, 5], [1, 3, 4]])  # inside a route
+    projected, ids_keep = projected[:, :3], torch.tensor([[0, 2, 5], [1, 3, 4]])  # in a window
     expected = cosine_by_hand(projected, patches, ids_keep)
     assert alignment_loss(projected, patches, ids_keep).item() == pytest.approx(expected, abs=1e-6)
     # A wrong gather would give the patches of the first tokens, or of the other sample.

@@ -25,9 +25,9 @@ from common.files import REPOSITORY
 from configs.compose import compose_overrides
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
-from extras.benchmarks import harness, rows
+from extras.benchmarks import harness, steps
 from extras.benchmarks.evidence import FOLDER, NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens, show_unplanned
-from extras.benchmarks.harness import TimedRow, measure
+from extras.benchmarks.harness import TimedVariant, measure
 from routing_module import Route
 from sampling import flops
 
@@ -55,7 +55,7 @@ def test_flops_equal_the_count_of_torch_dense_and_routed(file, backbone, routes)
 
 def test_variants_take_turns_after_they_have_warmed_up():
     calls = []
-    openers = {name: lambda name=name: TimedRow(lambda: calls.append(name), 4, 1e9) for name in "ab"}
+    openers = {name: lambda name=name: TimedVariant(lambda: calls.append(name), 4, 1e9) for name in "ab"}
     records = measure(openers, CPU, rounds=2, steps=3, warmup=2)
     assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # each turn begins with an untimed call
     assert [record["variant"] for record in records] == ["a", "b"] and records[0]["time / first"] == 1
@@ -63,8 +63,8 @@ def test_variants_take_turns_after_they_have_warmed_up():
 
 
 def test_ratios_compare_turns_of_the_same_round_and_rates_use_the_median():
-    slow = TimedRow(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
-    fast = TimedRow(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
+    slow = TimedVariant(int, 8, 1e9, turns=[[10, 20, 30], [200, 200, 900]])
+    fast = TimedVariant(int, 8, 5e8, turns=[[10, 10, 10], [150, 150, 150]])
     found = harness.summarise(fast, slow)
     assert found["time / first"] == (0.5 + 0.75) / 2 and found["lowest, highest"] == [0.5, 0.75]
     assert found["ms"] == 80 and found["images/s"] == 100
@@ -278,7 +278,7 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
     (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
     assert file.name.startswith("gpu_example-gpu-80gb-_20")
     text = file.read_text()
-    assert text.startswith("output of -m extras.benchmarks.about")  # versions
+    assert text.startswith("output of -m extras.benchmarks.versions")  # versions
     assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 90 s" in text and text.count("reason") == 5
     assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
@@ -286,9 +286,9 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
 
 def test_every_benchmark_command_of_the_script_is_valid(run_script, tmp_path, monkeypatch, capsys):
     measured = []
-    monkeypatch.setattr(rows, "measure", lambda openers, *_: measured.append(len(openers)))
-    monkeypatch.setattr(rows, "report", lambda *_: None)
-    monkeypatch.setattr(rows, "open_step", lambda *_: TimedRow(lambda: torch.ones(2) * 2, 1, 0))  # for profile
+    monkeypatch.setattr(steps, "measure", lambda openers, *_: measured.append(len(openers)))
+    monkeypatch.setattr(steps, "report", lambda *_: None)
+    monkeypatch.setattr(steps, "open_step", lambda *_: TimedVariant(lambda: torch.ones(2) * 2, 1, 0))  # for profile
     run_script()
     for arguments in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines()):
         if "extras.benchmarks" in arguments:

@@ -11,7 +11,7 @@ from conftest import Malicious, file_size_limit, renew_manifest
 
 from checkpoints import store
 from checkpoints.load import load_config
-from checkpoints.resume import find_initial, find_resume
+from checkpoints.resume import select_initial_checkpoint, select_resume_checkpoint
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, 
     change(bad)
     with pytest.raises(UserError, match=message):
         store.verify(bad)
-    assert find_resume(run, "auto") == run.checkpoints / "step_0000010"
+    assert select_resume_checkpoint(run, "auto") == run.checkpoints / "step_0000010"
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
@@ -120,14 +120,14 @@ def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(tmp_path, monkeypat
     with pytest.raises(
         UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020.*: Permission denied"
     ):
-        find_resume(run, "auto")
+        select_resume_checkpoint(run, "auto")
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))
     with pytest.raises(UserError, match="does not silently start over.*name="):
-        find_resume(run, "auto")
+        select_resume_checkpoint(run, "auto")
     assert names(run.checkpoints) == ["step_0000010"]
 
 
@@ -136,7 +136,7 @@ def test_a_start_fails_if_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
     with pytest.raises(UserError, match=f"{run.checkpoints} cannot be read: .*Permission denied"):
-        find_resume(run, "auto")
+        select_resume_checkpoint(run, "auto")
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path):
@@ -174,18 +174,18 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
     run = tmp_path / "run"
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
-    assert store.find_checkpoint(run, "init_from") == store.find_checkpoint(newest, "init_from") == newest
+    assert store.resolve_checkpoint(run, "init_from") == store.resolve_checkpoint(newest, "init_from") == newest
     assert store.find_run(newest) == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
         with pytest.raises(UserError, match=f"^init_from: {wrong} is not the folder of a run or of a complete c"):
-            store.find_checkpoint(wrong, "init_from")
+            store.resolve_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
-    assert store.find_checkpoint(run, "init_from").name == "step_0000010"
+    assert store.resolve_checkpoint(run, "init_from").name == "step_0000010"
     with pytest.raises(UserError, match="step_0000020/model.safetensors is truncated"):
-        store.find_checkpoint(newest, "init_from")
+        store.resolve_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
     with pytest.raises(UserError, match=f"^init_from={run} is a run without an intact checkpoint: .*; .*truncated"):
-        store.find_checkpoint(run, "init_from")
+        store.resolve_checkpoint(run, "init_from")
 
 
 def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path, caplog):
@@ -195,27 +195,28 @@ def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path,
     content = store.hash_checkpoint(folder)
     for name in ("optimizer.pt", "model.safetensors"):
         (folder / name).unlink()
-    assert store.find_checkpoint(tmp_path / "run", "checkpoint", ema) == folder and store.hash_checkpoint(folder) == content
+    assert store.resolve_checkpoint(tmp_path / "run", "checkpoint", ema) == folder and store.hash_checkpoint(folder) == content
     with pytest.raises(UserError, match="model.safetensors is missing"):
-        store.find_checkpoint(folder, "checkpoint", raw)
+        store.resolve_checkpoint(folder, "checkpoint", raw)
     with pytest.raises(UserError, match="no checkpoint .* is intact.*(optimizer.pt|model.safetensors) is missing"):
-        find_resume(RunFolder(tmp_path, "run"), "auto")
+        select_resume_checkpoint(RunFolder(tmp_path, "run"), "auto")
     run = RunFolder(tmp_path, "new")
-    assert find_initial(run, str(folder), "weights") == folder and "the raw weights also start from the EMA" in caplog.text
+    assert select_initial_checkpoint(run, str(folder), "weights") == folder
+    assert "the raw weights also start from the EMA" in caplog.text
     loaded = store.load_initial(folder)
     assert all(torch.equal(loaded.model[name], value) for name, value in make(10).ema.items()) and loaded.optimizer == {}
     with pytest.raises(UserError, match="is missing"):
-        find_initial(run, str(folder), "all")
+        select_initial_checkpoint(run, str(folder), "all")
     edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]))(folder)
     with pytest.raises(UserError, match="ema.safetensors is truncated or altered"):
-        find_initial(run, str(folder), "weights")
+        select_initial_checkpoint(run, str(folder), "weights")
 
 
 def test_init_from_checks_raw_weights_that_are_there(tmp_path):
     folder = save(tmp_path, 10)
     DAMAGES["truncated"][0](folder)
     with pytest.raises(UserError, match="model.safetensors is truncated or altered"):
-        find_initial(RunFolder(tmp_path, "new"), str(folder), "weights")
+        select_initial_checkpoint(RunFolder(tmp_path, "new"), str(folder), "weights")
 
 
 def test_a_newer_checkpoint_that_was_renamed_is_named(tmp_path, caplog):
@@ -223,7 +224,7 @@ def test_a_newer_checkpoint_that_was_renamed_is_named(tmp_path, caplog):
     save(run.checkpoints, 10, 20, 30)
     (run.checkpoints / "step_0000030").rename(run.checkpoints / "step_30_best")
     (run.checkpoints / "step_0000010").rename(run.checkpoints / "first")  # older, so it does not matter
-    assert store.find_checkpoint(run.path, "checkpoint").name == find_resume(run, "auto").name == "step_0000020"
+    assert store.resolve_checkpoint(run.path, "checkpoint").name == select_resume_checkpoint(run, "auto").name == "step_0000020"
     lines = [record.message for record in caplog.records]
     words = f"{run.checkpoints / 'step_30_best'} holds the later step 30 and is not used, because its name is not step_0000030"
     assert lines == [words, words]
@@ -248,14 +249,14 @@ def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_lin
 
 def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
-    assert find_resume(run, "auto") is find_resume(run, "never") is None
+    assert select_resume_checkpoint(run, "auto") is select_resume_checkpoint(run, "never") is None
     save(run.checkpoints, 10, 20)
-    assert find_resume(run, "auto") == run.checkpoints / "step_0000020"
+    assert select_resume_checkpoint(run, "auto") == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
-        find_resume(run, "never")
+        select_resume_checkpoint(run, "never")
     store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
-        find_resume(run, "auto")
+        select_resume_checkpoint(run, "auto")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp
         return hash_file(file)
 
     monkeypatch.setattr(store, "hash_file", train_on)
-    assert store.find_checkpoint(tmp_path, "checkpoint").name == store.folder_name(4)
+    assert store.resolve_checkpoint(tmp_path, "checkpoint").name == store.folder_name(4)
     assert f"{newest} was removed while it was read" in caplog.text and "looking for the next newest" in caplog.text
     assert store.hash_checkpoint(newest) == content  # as this process may still use its network
     with pytest.raises(store.CheckpointRemoved):
@@ -347,8 +348,8 @@ def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(store, "hash_file", lambda path: raise_os_error())
         with pytest.raises(UserError, match="step_0000002/.* cannot be read: PermissionError: "):
-            store.find_newest(tmp_path)
-    assert store.find_newest(tmp_path)[0].name == "step_0000002"
+            store.verify_newest(tmp_path)
+    assert store.verify_newest(tmp_path)[0].name == "step_0000002"
 
 
 def test_the_error_names_a_file_whose_content_has_the_wrong_type(tmp_path):

@@ -37,7 +37,7 @@ def reference(tmp_path, images):
 
 def test_fd_dinov2_is_the_frechet_distance_of_class_tokens(tiny, images):
     detector, other = DINOv2Detector(tiny), 255 - images
-    expected = vit.Encoder("test_vit.r160_in1k", tiny, 224, recipe="edm2").encode(images)[0]
+    expected = vit.Encoder("test_vit.r160_in1k", tiny, 224, preprocessing="edm2").encode(images)[0]
     first, second = (detector.features(x) for x in (images, other))
     assert torch.equal(first.pool, expected) and first.logits is None and first.detector == "dinov2"
     found = evaluate(first, second)

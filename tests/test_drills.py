@@ -88,7 +88,7 @@ def disturb(out, arguments, reference, before):
 
 
 def newest_step(out):
-    newest, problems = store.find_newest(out / "run" / "checkpoints")
+    newest, problems = store.verify_newest(out / "run" / "checkpoints")
     assert not problems
     return -1 if newest is None else store.read_step(newest)
 

@@ -82,7 +82,7 @@ def dinov2_tokens(w: dict[str, torch.Tensor], images: np.ndarray, num_heads: int
 
 
 def test_tokens_equal_those_of_an_independent_definition_of_dinov2(dinov2_file):
-    encoder = Encoder(DINOV2_S, dinov2_file, 56, recipe="edm2")
+    encoder = Encoder(DINOV2_S, dinov2_file, 56, preprocessing="edm2")
     images = np.random.default_rng(0).integers(0, 256, (2, 56, 56, 3), dtype=np.uint8)
     expected = dinov2_tokens(torch.load(dinov2_file), images / 255, num_heads=6)
     class_token, patches = encoder.encode(images)
@@ -98,8 +98,8 @@ def test_the_position_table_is_resampled_as_in_timm_by_default_and_dinov2s_way_d
     assert torch.equal(Encoder(DINOV2_S, dinov2_file, 56).net.pos_embed, expected)
     other = resample_as_dinov2(stored, 4)
     assert torch.equal(other[:, 0], expected[:, 0]) and (other - expected)[:, 1:].std() > 0.3  # white noise: antialiasing matters
-    for recipe in ("repa", "edm2"):
-        assert torch.equal(Encoder(DINOV2_S, dinov2_file, 518, recipe=recipe).net.pos_embed, stored)
+    for preprocessing in ("repa", "edm2"):
+        assert torch.equal(Encoder(DINOV2_S, dinov2_file, 518, preprocessing=preprocessing).net.pos_embed, stored)
 
 
 def test_images_are_resized_like_pillows_bicubic_filter_and_normalised(dinov2_file):
@@ -107,8 +107,8 @@ def test_images_are_resized_like_pillows_bicubic_filter_and_normalised(dinov2_fi
     image = np.array(Image.fromarray(smooth).resize((150, 200), Image.Resampling.BILINEAR))
     expected = np.array(Image.fromarray(image).resize((56, 56), Image.Resampling.BICUBIC)) / 255
     seen = []  # the network's input, [1, 3, H, W]
-    for recipe in ("edm2", "repa"):
-        encoder = Encoder(DINOV2_S, dinov2_file, 56, recipe=recipe)
+    for preprocessing in ("edm2", "repa"):
+        encoder = Encoder(DINOV2_S, dinov2_file, 56, preprocessing=preprocessing)
         encoder.net.patch_embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
         encoder.encode(image[None])
     found, plain = (x[0].permute(1, 2, 0).numpy() * STD + MEAN for x in seen)

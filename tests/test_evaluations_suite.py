@@ -179,11 +179,11 @@ def on_disk(detector, digits, tmp_path_factory):
     write_npz(folder / "reference.npz", iter(images), images.shape, background="white")
     forget_accelerate()
     reference = open_reference(str(folder / "reference.npz"), "reference", ["digits"], 8)
-    judge = evaluator.Evaluator(Accelerator(cpu=True), [detector], reference, 64, folder / "cache")
+    metrics_of = evaluator.Evaluator(Accelerator(cpu=True), [detector], reference, 64, folder / "cache")
 
     def make(order):
         write_npz(folder / "set.npz", iter(images[order]), images[order].shape, labels.numpy()[order])
-        return judge, NpzImages(folder / "set.npz")
+        return metrics_of, NpzImages(folder / "set.npz")
 
     return make
 
@@ -192,13 +192,13 @@ def test_an_image_set_in_the_order_of_its_classes_has_the_figures_of_the_mixed_s
     mixed = np.random.default_rng(5).permutation(1797)[:500]
     figures = {}
     for name, order in (("mixed", mixed), ("sorted", mixed[np.argsort(digits[1].numpy()[mixed], kind="stable")])):
-        judge, images = on_disk(order)
-        (whole, labels), (part, few) = judge.features_of_set(images, 500), judge.features_of_set(images, 100)
+        metrics_of, images = on_disk(order)
+        (whole, labels), (part, few) = metrics_of.features_of_set(images, 500), metrics_of.features_of_set(images, 100)
         assert torch.equal(part[0].pool, whole[0].pool[:100]) and np.array_equal(few, labels[:100])
-        values = judge.evaluate(whole, labels)
-        error = metrics.standard_error(judge.jackknife(whole, labels, 10)["fd_digits"])
+        values = metrics_of.evaluate(whole, labels)
+        error = metrics.standard_error(metrics_of.jackknife(whole, labels, 10)["fd_digits"])
         score = metrics.inception_score(whole[0].logits, split_size=50)
-        figures[name] = values["fd_digits"], error, judge.evaluate(part, few)["fd_digits"], score
+        figures[name] = values["fd_digits"], error, metrics_of.evaluate(part, few)["fd_digits"], score
         assert values["class_agreement"] > 0.97  # the labels follow their images
     (fd, error, fd_of_part, score), in_order = figures["mixed"], figures["sorted"]
     assert in_order[0] == pytest.approx(fd, rel=1e-6)  # 26.57 and 615.63 instead of 3.66 and 24.31 before
@@ -208,7 +208,7 @@ def test_an_image_set_in_the_order_of_its_classes_has_the_figures_of_the_mixed_s
 def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processes(on_disk, detector, digits, monkeypatch):
     order = fixed_order(60)
     assert order[:4].tolist() == [16, 27, 20, 8] and sorted(order) == [*range(60)]
-    judge, images = on_disk(np.arange(60))
+    metrics_of, images = on_disk(np.arange(60))
     expected = detector.features(digits[0][order[:40]]).pool
     ranges = []
 
@@ -217,9 +217,9 @@ def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processe
         parts = [compute(start, min(start + 14, count)) for start in range(0, count, 14)]
         return features.join_features(parts)
 
-    torch.testing.assert_close(judge.features_of_set(images, 40)[0][0].pool, expected)
+    torch.testing.assert_close(metrics_of.features_of_set(images, 40)[0][0].pool, expected)
     monkeypatch.setattr(evaluator, "shared_features", in_three_processes)
-    torch.testing.assert_close(judge.features_of_set(images, 40)[0][0].pool, expected)
+    torch.testing.assert_close(metrics_of.features_of_set(images, 40)[0][0].pool, expected)
     assert ranges == [40]
 
 

@@ -153,32 +153,32 @@ def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_agai
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
-    conditions = {"num_samples": 70, "reference": "reference"}
+    shared = {"num_samples": 70, "reference": "reference"}
     first, second = (Point({"images": name}, f"content of {name}", {}) for name in ("a.npz", "b.npz"))
-    Results(tmp_path, conditions).add(first, {"fid": 1.0}, {}, {})
+    Results(tmp_path, shared).add(first, {"fid": 1.0}, {}, {})
     with open(tmp_path / "results.jsonl", "a") as f:
         f.write('{"point": {"images": "b.npz"}')
-    results = Results(tmp_path, conditions)
+    results = Results(tmp_path, shared)
     assert results.find(first) and not results.find(second)
     results.add(second, {"fid": 2.0}, {}, {})
-    results = Results(tmp_path, conditions)
+    results = Results(tmp_path, shared)
     assert results.find(first) and results.find(second)
-    assert Results(tmp_path, conditions | {"num_samples": 71}).find(first) is None
-    assert results.find(replace(first, content="other images")) is None
+    assert Results(tmp_path, shared | {"num_samples": 71}).find(first) is None
+    assert results.find(replace(first, hash="other images")) is None
     (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
     with pytest.raises(UserError, match="results.md was not written by fid.py"):
-        Results(tmp_path, conditions)
+        Results(tmp_path, shared)
 
 
 def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplog):
-    conditions, point = {"num_samples": 70, "reference": "reference"}, Point({"images": "a.npz"}, "content", {"images": "a.npz"})
-    Results(tmp_path, conditions).add(point, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
+    shared, point = {"num_samples": 70, "reference": "reference"}, Point({"images": "a.npz"}, "content", {"images": "a.npz"})
+    Results(tmp_path, shared).add(point, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
     good = json.loads((tmp_path / "results.jsonl").read_text())
     infinite, no_groups = good | {"metrics": {"fid": float("nan")}}, good | {"jackknife": {"fid": []}}
     bad = [infinite, no_groups, {"theirs": 1}, [3], good | {"shown": "text"}, good | {"metrics": {"fid": "1.0"}}]
     lines = [json.dumps(line) for line in bad]
     (tmp_path / "results.jsonl").write_text("\n".join([*lines[:3], "theirs", "[" * 100_000, *lines[3:], json.dumps(good), ""]))
-    results = Results(tmp_path, conditions)
+    results = Results(tmp_path, shared)
     assert results.lines == [good] and results.find(point) == good
     (warning,) = caplog.messages
     assert warning.startswith(f"{tmp_path / 'results.jsonl'}: line 1 is left out: metrics.fid=nan: ")

@@ -114,7 +114,7 @@ def tracked(tmp_path_factory):
 
 
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
-    folder = store.find_checkpoint(tracked, "checkpoint")
+    folder = store.resolve_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
     weights = {length: Average(folder, length).load() for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
@@ -158,7 +158,7 @@ def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_lat
 def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(tracked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
-    folder, snapshots = store.find_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
+    folder, snapshots = store.resolve_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
     identity = posthoc_ema.check_length(folder, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
     assert posthoc_ema.check_length(folder, "ema", 0.18) == identity

@@ -43,7 +43,7 @@ def test_the_same_number_of_tokens_stays_in_every_2x2_group_and_every_choice_is_
     ids_keep = TokenRouter.choose_ids_keep(x, 0.6, generator=torch.Generator().manual_seed(0), rule=rule)
     groups = ids_keep // 12 * 3 + ids_keep % 6 // 2
     counts = torch.stack([(groups == group).sum(1) for group in range(6)])
-    assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens stay in 6 groups
+    assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens are kept in 6 groups
     with pytest.raises(ValueError, match="selection=grid needs even numbers .* not 3 x 4"):
         sprint.grid_rule(3, 4)
 

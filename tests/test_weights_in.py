@@ -68,7 +68,7 @@ def import_file(tmp_path):
     def run(content, kind, file="weights.pt", output="imported", **settings):
         (save_file if file.endswith(".safetensors") else torch.save)(content, tmp_path / file)
         importing.import_weights(str(tmp_path / file), kind, str(tmp_path / output), **settings)
-        folder = store.find_checkpoint(tmp_path / output, "checkpoint")
+        folder = store.resolve_checkpoint(tmp_path / output, "checkpoint")
         return load.load_config(folder), folder
 
     return run
@@ -183,7 +183,7 @@ def test_lightningdits_weights_are_fine_tuned_on_images_that_were_encoded_with_i
         encode(tmp_path / "images", tmp_path / name, f"va-vae:{tmp_path / 'vavae.pt'}", "kind=sample", how)
     keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
     keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
-    assert store.find_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
+    assert store.resolve_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
     with pytest.raises(UserError, match="init_from=.*imported does not fit this configuration: data.latents_mean: "):
         train("refused", *keys, f"data.path={tmp_path / 'other'}")
 
@@ -195,7 +195,7 @@ def images_of(checkpoint, output, *overrides):
 
 def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_images(import_file, train, tmp_path):
     native = train("native", "diffusion=sit", "sample.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
-    weights = store.load_weights(store.find_checkpoint(native, "checkpoint"), "ema")
+    weights = store.load_weights(store.resolve_checkpoint(native, "checkpoint"), "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
     same = ["seeds=0-4", "batch_size=3", "solver=heun"]
     ours, theirs = (images_of(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
@@ -214,7 +214,7 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
 def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(import_file, train):
     _, folder = import_file(dit_weights(learn_sigma=True), "sit", **PIXELS)
     run = train("tuned", "diffusion=sit", f"init_from={folder}", "train.num_steps=1", "train.lr=1e-2")
-    after = store.find_checkpoint(run, "checkpoint")
+    after = store.resolve_checkpoint(run, "checkpoint")
     ema, raw, before = (
         store.load_weights(*one)["blocks.0.attn.qkv.weight"] for one in ((after, "ema"), (after, "raw"), (folder, "ema"))
     )

@@ -41,21 +41,21 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         dataset = LatentDataset(data.path)
     if dataset.height != dataset.width:
         raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
-    found = {"in_channels": dataset.channels, "input_size": dataset.height}
+    stored = {"in_channels": dataset.channels, "input_size": dataset.height}
     for key in ("num_classes", "scale_factor", "resolution", "latents_mean", "latents_std"):
-        found[key] = getattr(dataset.info, key)
-    for key, value in found.items():
+        stored[key] = getattr(dataset.info, key)
+    for key, value in stored.items():
         if getattr(data, key) not in (None, value):
-            found_there = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
-            raise UserError(f"data.{key}={getattr(data, key)}, but {found_there}")
-    found["autoencoder"] = data.autoencoder or dataset.info.autoencoder
+            actual = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
+            raise UserError(f"data.{key}={getattr(data, key)}, but {actual}")
+    stored["autoencoder"] = data.autoencoder or dataset.info.autoencoder
     std, (low, high) = estimate_std(dataset), (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
     if not low <= std <= high:
-        words = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
-        log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, words)
+        message = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
+        log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, message)
     background = cfg.evaluation.background or dataset.settings.get("background", "white")
     evaluation = cfg.evaluation.model_copy(update={"background": background})
-    cfg = cfg.model_copy(update={"data": data.model_copy(update=found), "evaluation": evaluation})
+    cfg = cfg.model_copy(update={"data": data.model_copy(update=stored), "evaluation": evaluation})
     return fill_in_lengths(cfg, len(dataset)), dataset
 
 
@@ -69,13 +69,13 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
         "sample": {"every": every},
         "eval": {"every": 2 * every if cfg.evaluation.reference or cfg.eval.validation else 0},
     }
-    filled, words = {}, []
+    filled, derived = {}, []
     for group, values in rule.items():
         values = {key: value for key, value in values.items() if getattr(getattr(cfg, group), key) is None}
         filled[group] = getattr(cfg, group).model_copy(update=values)
-        words += [f"{group}.{key}={value}" for key, value in values.items()]
-    if words:
-        log.info("for %d images: %s", num_images, ", ".join(words))
+        derived += [f"{group}.{key}={value}" for key, value in values.items()]
+    if derived:
+        log.info("for %d images: %s", num_images, ", ".join(derived))
     return cfg.model_copy(update=filled)
 
 
@@ -120,9 +120,9 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         problem = f"it was encoded with background={here}, but data.path={dataset.path} with background={there}"
         raise UserError(f"eval.validation={validation.path}: {problem}")
     if bool(here) != bool(there):
-        silent, told = (validation, dataset) if there else (dataset, validation)
-        words = f"{silent.path} does not say which colour is behind its transparent images; {told.path} has {here or there}"
-        log.warning("eval.validation: %s", words)
+        silent, other = (validation, dataset) if there else (dataset, validation)
+        message = f"{silent.path} does not say which colour is behind its transparent images; {other.path} has {here or there}"
+        log.warning("eval.validation: %s", message)
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
         of = f"{len(shared)} of the {len(validation.files)} shards of {validation.path}"
         log.warning("eval.validation: data.path=%s holds %s, so they measure a loss on training latents", dataset.path, of)

@@ -101,12 +101,12 @@ class EvaluationHook(Hook):
             if on_main(partial(self.run.has_evaluation, key_fields)):
                 continue
             start_sec = time.perf_counter()
-            fields, shown = self.evaluate(trainer, key_fields)
+            fields, displayed = self.evaluate(trainer, key_fields)
             if trainer.accelerator.is_main_process:
                 append_line(self.run.metrics, key_fields | fields | {"evaluation_sec": time.perf_counter() - start_sec})
-                log.info("step %d: %s", trainer.step, format_metrics(shown))
+                log.info("step %d: %s", trainer.step, format_metrics(displayed))
             lists = {key: value for key, value in fields.items() if key != "metrics"}
-            track(trainer.accelerator, {"step": trainer.step} | shown | lists)
+            track(trainer.accelerator, {"step": trainer.step} | displayed | lists)
 
 
 @dataclass
@@ -130,8 +130,8 @@ class SampleEvaluation(EvaluationHook):
         settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
         settings |= hash_weights(cfg.evaluation)
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
-        about = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
-        return [{**about, **dict(guidance)} for guidance in self.samplers]
+        common = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
+        return [{**common, **dict(guidance)} for guidance in self.samplers]
 
     def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
         guidance = guidance_fields(key_fields)

@@ -63,13 +63,13 @@ def check_state(
                 raise ValueError(f"it has a state of {name}, which this network does not train")
             if name not in named:
                 raise ValueError(f"it has no state of {name}")
-        found, expected = (
+        actual, expected = (
             {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
             for states in (named, state_after_step(optimizers, parameters))
         )
-        if not all(isinstance(value, Tensor) for value in found.values()):
+        if not all(isinstance(value, Tensor) for value in actual.values()):
             raise ValueError("it holds other values than tensors")
-        store.check_tensors(file, found, expected)
+        store.check_tensors(file, actual, expected)
     return named
 
 

@@ -140,8 +140,8 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
         restore_weights(trainer, folder, checkpoint)
     else:
-        words = "the label table starts with new weights: %s has %d classes, and the data have %d"
-        log.info(words, folder, stored_num_classes, num_classes)
+        message = "the label table starts with new weights: %s has %d classes, and the data have %d"
+        log.info(message, folder, stored_num_classes, num_classes)
         restore_weights_except_labels(trainer, folder, checkpoint)
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
@@ -197,7 +197,7 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
 
 
 def total_bin_sums(state: TrainerState, batch_size: int) -> Tensor:
-    """Return the stored loss sums and counts by noise level, summed over all processes, [2, NUM_BINS].
+    """Return the stored loss sums and counts by noise level bin, summed over all processes, [2, NUM_BINS].
 
     Checkpoints up to f7b5337 stored the mean over processes. Their counts show by which number to multiply, because the counts of
     all processes add up to the number of images since the last metrics line.

@@ -46,8 +46,8 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
     if needed > free + size * len(store.list_steps(run.checkpoints)):
-        words = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
-        log.warning(words, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
+        message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
+        log.warning(message, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
     if trainer.step >= train.num_steps:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
         return

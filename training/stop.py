@@ -99,8 +99,8 @@ class StopSignal:
         try:
             work.wait()
         except RuntimeError as e:
-            words = f"another process has ended, or has not answered for {STOP_TIMEOUT / timedelta(minutes=1):g} minutes"
-            raise UserError(f"{words}; run the same command to resume: {e}") from e
+            message = f"another process has ended, or has not answered for {STOP_TIMEOUT / timedelta(minutes=1):g} minutes"
+            raise UserError(f"{message}; run the same command to resume: {e}") from e
         return bool(flag.item())
 
     def close(self) -> None:

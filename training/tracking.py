@@ -69,7 +69,7 @@ def never_fatal(accelerator: Accelerator) -> Iterator[None]:
 
 
 def track(accelerator: Accelerator, record: dict) -> None:
-    """Log a record. Split a list with one value per noise level into `name/0` to `name/9`."""
+    """Log a record. Split a list with one value per noise level bin into `name/0` to `name/9`."""
     lists = {key: value for key, value in record.items() if isinstance(value, list)}
     by_level = {f"{key}/{level}": value for key, values in lists.items() for level, value in enumerate(values)}
     with never_fatal(accelerator):

@@ -57,19 +57,19 @@ class Hook:
 
 
 class StepRandom(SampleRandom):
-    """Random numbers for one training step. The numbers depend only on the seed, step, stream and row of the global batch.
+    """Random numbers for one training step. The numbers depend only on the seed, step, stream and position in the global batch.
 
-    Every process draws numbers for the global batch (`batch_size` rows) on its device and returns the rows of its micro-batch
-    (`rows`). Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
+    Every process draws numbers for the global batch on its device and returns those of its micro-batch, the slice `part` of the
+    global batch. Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
     Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
     """
 
-    def __init__(self, seed: int, step: int, stream: str, batch_size: int, rows: slice, device: torch.device):
-        self.batch_size, self.rows, self.device = batch_size, rows, device
+    def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
+        self.batch_size, self.part, self.device = batch_size, part, device
         self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
+        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.part]
 
 
 class Trainer:
@@ -89,9 +89,9 @@ class Trainer:
         optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
         last_logged_step: Step of the last metrics line.
-        slices: Row slices of the global batch, one for each micro-batch of this process.
+        slices: Slices of the global batch, one for each micro-batch of this process.
         loss_sums: Sums of the diffusion loss and the alignment loss since `last_logged_step`. `bin_sums` contains the diffusion
-            loss sums by noise level (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
+            loss sums by noise level bin (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
         train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         stopped_by: Number of the first signal that this process received during training, or None.
@@ -141,12 +141,12 @@ class Trainer:
             micro_batches: (stored latents, labels) for each slice in `self.slices`. With alignment, each tuple also has images.
         """
         losses_of_step = torch.zeros_like(self.loss_sums)
-        for m, (rows, micro_batch) in enumerate(zip(self.slices, micro_batches)):
+        for m, (part, micro_batch) in enumerate(zip(self.slices, micro_batches)):
             is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
             with contextlib.ExitStack() as stack:
                 for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
-                losses, bin_sums = self.losses(rows, *micro_batch)
+                losses, bin_sums = self.losses(part, *micro_batch)
                 (sum(losses[1:], losses[0]) / len(self.slices)).backward()
             losses_of_step += torch.stack(losses).detach() / len(self.slices)
             self.bin_sums += bin_sums
@@ -164,18 +164,19 @@ class Trainer:
         self.loss_sums += losses_of_step
         self.step += 1
 
-    def losses(self, rows: slice, stored: Tensor, labels: Tensor, images: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Return the losses of a micro-batch and its diffusion loss sums by noise level (`sums_by_bin`).
+    def losses(self, part: slice, stored: Tensor, labels: Tensor, images: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return the losses of a micro-batch and its diffusion loss sums by noise level bin (`sums_by_bin`).
 
         The first loss is the diffusion loss. With alignment, the second loss is the alignment loss, and the trainer minimises
-        the sum of both losses. All random numbers depend only on (seed, step, row of the global batch).
+        the sum of both losses. All random numbers depend only on (seed, step, position in the global batch).
 
         Args:
+            part: Slice of the global batch that the micro-batch contains.
             images: Images for the alignment encoder (see `Alignment.fetch`), or None.
         """
 
         def random_for(stream: str) -> StepRandom:
-            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, rows, self.device)
+            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, part, self.device)
 
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
@@ -283,14 +284,14 @@ class Trainer:
 
 
 def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """Sum and count losses [B] for each noise level. Return a [2, NUM_BINS] tensor. `quantiles` is [B] (see `SampleRandom`)."""
+    """Sum and count losses [B] in each noise level bin, [2, NUM_BINS]. `quantiles` is [B] (see `SampleRandom`)."""
     bins = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     is_in_bin = torch.arange(NUM_BINS, device=losses.device)[:, None] == bins  # [NUM_BINS, B]
     return torch.stack([torch.where(is_in_bin, losses, 0).sum(dim=1), is_in_bin.sum(dim=1)])
 
 
 def means_by_bin(bin_sums: Tensor) -> list[float | None]:
-    """Return the mean loss for each noise level, given the result of `sums_by_bin`. Levels without samples get None."""
+    """Return the mean loss in each noise level bin, given the result of `sums_by_bin`. Bins without samples get None."""
     return [total / count if count else None for total, count in zip(*bin_sums.tolist())]
 
 

@@ -36,7 +36,7 @@ class StratifiedRandom(SeedRandom):
 
 @dataclass
 class Validation(EvaluationHook):
-    """A hook that measures the mean validation loss and the mean loss for each noise level.
+    """A hook that measures the mean validation loss and the mean loss in each noise level bin.
 
     Item i always has the same noise and the same noise level, which is a fixed quantile of the noise levels in training.
     Therefore, the noise does not depend on the seed, the step, the batch size or the number of processes.
@@ -55,7 +55,7 @@ class Validation(EvaluationHook):
 
     @torch.no_grad()
     def bin_sums(self, trainer: Trainer) -> Tensor:
-        """Sum and count this process's validation losses for each noise level. Return a [2, NUM_BINS] tensor."""
+        """Sum and count this process's validation losses in each noise level bin. Return a [2, NUM_BINS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.
         size = cfg.eval.batch_size

@@ -1,6 +1,6 @@
 """Token routing for a network from another library. `attach(network, routes)` only registers forward hooks.
 
-`Attachment` chooses the tokens that stay in a forward pass. Block hooks (hooks.py) remove and restore the other tokens.
+`Attachment` chooses the tokens to keep in a forward pass. Block hooks (hooks.py) remove and restore the other tokens.
 
 Shapes: B = batch size, N = number of image tokens, K = number of kept image tokens.
 """
@@ -87,8 +87,8 @@ class Attachment:
         """Run gradient checkpointing, and recompute each block with the same tokens as in its forward pass.
 
         With diffusers, call `network.enable_gradient_checkpointing(attachment.checkpoint)`. Any other checkpoint function causes
-        a RuntimeError in the backward pass.
-        With torch.compile, set `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
+        a RuntimeError in the backward pass. With torch.compile, set
+        `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
         if torch.compiler.is_compiling():  # compiled code recomputes from the tensors that it saved
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -131,7 +131,7 @@ class Attachment:
                 self.choose_ids_keep(plan, i)
 
     def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
-        """Choose the tokens that stay in a route. All rules except `uniform` need the image tokens (B, N, D) before the route."""
+        """Choose a route's kept tokens. All rules except `uniform` need the image tokens (B, N, D) before the window."""
         ids_keep = TokenRouter.keep_highest(self.rule, tokens, plan.uniform[route], plan.num_kept[route])
         plan.ids_keep[route] = ids_keep  # (B, K)
 
@@ -183,7 +183,7 @@ def attach(
             registers forward hooks, which `detach` removes.
         routes: Routes to add. selection_ratio is the fraction of tokens that SKIP. Layer indices count blocks across all lists
             and may be negative.
-        selection: Rule that chooses the tokens that stay. `uniform` keeps a random subset, as in the paper. `importance` prefers
+        selection: Rule that chooses the kept tokens. `uniform` keeps a random subset, as in the paper. `importance` prefers
             tokens with a large L1 norm. A `SelectionRule` is also accepted, such as `partial(importance_scores, weight=1.0)`.
         generator: Generator on the tokens' device. torch.compile can trace only torch's default generator (None) in one graph.
 

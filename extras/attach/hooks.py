@@ -1,7 +1,7 @@
 """The block hooks of `attach`. They remove tokens before a block runs and restore the full sequence after the block.
 
-The hooks also shorten positions and masks. All blocks of a route keep the same tokens, so the result equals one gather before
-the route and one scatter after the route. However, code between the blocks (ControlNet residuals, long skip connections, skipped
+The hooks also shorten positions and masks. All blocks in a window get the same tokens, so the result equals one gather before
+the window and one scatter after it. However, code between the blocks (ControlNet residuals, long skip connections, skipped
 layers, gradient checkpointing) always sees the full sequence.
 
 Shapes: B = batch size, N = image tokens, K = kept image tokens, L = tokens in a block's sequence (with text), D = width.
@@ -50,7 +50,7 @@ class PositionsPerSample:
 
 @dataclass(eq=False)
 class Plan:
-    """The image tokens that stay in each route during one forward pass."""
+    """The image tokens that each route keeps in one forward pass."""
 
     image: ImageTokens | None = None  # None if the forward pass is dense
     num_kept: tuple[int, ...] = ()  # number of kept image tokens (K) per route
@@ -87,7 +87,7 @@ class Plan:
         return torch.cat([positions[:, :start], ids_keep + start, positions[:, start + self.image.num_tokens :]], dim=1)
 
     def shorten(self, value: Any, route: int, axis: TokenAxis) -> Any:
-        """Reduce a block argument to the entries of the tokens that stay."""
+        """Reduce a block argument to the entries of the kept tokens."""
         if value is None:
             return None
         if isinstance(value, dict):
@@ -112,7 +112,7 @@ class BlockHooks:
 
     def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
         self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
-        self.before: tuple[Tensor, Tensor] | None = None  # all tokens and the positions that stay, while the block runs
+        self.before: tuple[Tensor, Tensor] | None = None  # all tokens and the kept positions, while the block runs
 
     def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook: remove skipped tokens from the sequence and from all arguments that have one entry per token."""
@@ -137,10 +137,11 @@ class BlockHooks:
         before, self.before = self.before, None  # free the tokens even if recomputation stops inside the block
         if before is None or output is None:
             return None
-        skipped, index = before
+        all_tokens, index = before
         tokens = output if self.spec.output is None else output[self.spec.output]
         # Under autocast, a block's output may have a different precision than its input. Use the higher precision.
-        tokens = TokenRouter.end_route(tokens, skipped.to(torch.promote_types(skipped.dtype, tokens.dtype)), index)
+        all_tokens = all_tokens.to(torch.promote_types(all_tokens.dtype, tokens.dtype))
+        tokens = TokenRouter.end_route(tokens, all_tokens, index)
         if self.spec.output is None:
             return tokens
         return tuple(tokens if i == self.spec.output else item for i, item in enumerate(output))

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 from configs import command_line as cli
 
-ROWS = "extras.benchmarks.rows"
+STEPS = "extras.benchmarks.steps"
 EVIDENCE = "extras.benchmarks.evidence"
 GUIDED = "extras.benchmarks.guided"
 COMMANDS = {
-    "step": f"{ROWS}:step", "profile": f"{ROWS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
+    "step": f"{STEPS}:step", "profile": f"{STEPS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
     "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
 }  # fmt: skip
 OWN_KEYS = ("variants", "rounds", "steps", "warmup")
@@ -33,11 +33,11 @@ OWN_KEYS = ("variants", "rounds", "steps", "warmup")
 
 def main(arguments: Sequence[str]) -> None:
     name, *settings = arguments or ["--help"]
-    given = {}
+    further = {}
     if name in ("step", "profile") and not cli.HELP & {*settings}:
-        given["overrides"] = [argument for argument in settings if argument.partition("=")[0] not in OWN_KEYS]
-        settings = [argument for argument in settings if argument not in given["overrides"]]
-    cli.run_command(COMMANDS, __doc__, [name, *settings], **given)
+        further["overrides"] = [argument for argument in settings if argument.partition("=")[0] not in OWN_KEYS]
+        settings = [argument for argument in settings if argument not in further["overrides"]]
+    cli.run_command(COMMANDS, __doc__, [name, *settings], **further)
 
 
 if __name__ == "__main__":

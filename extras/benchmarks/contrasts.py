@@ -23,8 +23,8 @@ NAMES = {
 
 def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
     """Return the metric by training seed, for all lines that contain the `wanted` entries."""
-    found = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
-    return {line["seed"]: line["metrics"][metric] for line in found}
+    matching = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
+    return {line["seed"]: line["metrics"][metric] for line in matching}
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -73,7 +73,7 @@ class Contrast:
     def p_value(self) -> float:
         return 2 * t.sf(abs(self.estimate) / self.error, self.df)
 
-    def text(self, shown: Callable[[float], str]) -> str:
+    def text(self, text_of: Callable[[float], str]) -> str:
         """Format the estimate with its 95% interval.
 
         If the interval contains zero, also print the effect that a repetition would detect with a probability of 80%. The t
@@ -81,8 +81,8 @@ class Contrast:
         """
         quantile = t.ppf(0.975, self.df)
         low, high = self.estimate - quantile * self.error, self.estimate + quantile * self.error
-        power = f"; 80%: {shown(nctdtrinc(self.df, 0.2, quantile) * self.error)}" if low < 0 < high else ""
-        return f"{shown(self.estimate)} ({shown(low)} to {shown(high)}{power})"
+        power = f"; 80%: {text_of(nctdtrinc(self.df, 0.2, quantile) * self.error)}" if low < 0 < high else ""
+        return f"{text_of(self.estimate)} ({text_of(low)} to {text_of(high)}{power})"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -137,7 +137,8 @@ def show_tokens(lines: list[dict]) -> None:
     primary, other = compare(lines)
     columns = ["95% interval", "degrees of freedom"]
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
-    rows = [[[name, contrast.text(shown), f"{contrast.df:.3g}"] for name, shown, contrast in part] for part in (primary, other)]
+    parts = primary, other
+    rows = [[[name, contrast.text(text_of), f"{contrast.df:.3g}"] for name, text_of, contrast in part] for part in parts]
     show(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
     show(["other comparison", *columns], rows[1])
     show_ratios(lines)
@@ -152,8 +153,8 @@ def show_ratios(lines: list[dict]) -> None:
     rows = []
     for tokens in ("256", "64"):
         times = time_ratios(lines, tokens)
-        shown = [f"{ratio:.2f} (seed {seed})" for seed, ratio in times.items()]
-        rows.append([f"routed-{tokens}", ", ".join(shown), f"{median(times.values()):.2f}" if times else ""])
+        texts = [f"{ratio:.2f} (seed {seed})" for seed, ratio in times.items()]
+        rows.append([f"routed-{tokens}", ", ".join(texts), f"{median(times.values()):.2f}" if times else ""])
     show(["", "time of a step", "median"], rows)
 
 
@@ -207,17 +208,17 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
     chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
     best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
     compared = [{"step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(ARMS, chosen)]
-    guided, choosing = (find(*({**about, "first_seed": first} for about in compared)) for first in (COMPARING, CHOOSING))
+    guided, choosing = (find(*({**point, "first_seed": first} for point in compared)) for first in (COMPARING, CHOOSING))
     recall = find(*ends, metric="recall_fashion", transform=float)
     validation = find(*({"arm": arm, "step": 3000} for arm in ARMS), metric=LOSS)
-    ratio, words = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
+    ratio, ratio_name = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
     tokens, signs = [find(condition)[0] for condition in four], (1, -1, -1, 1)
     earlier, later = (find(*at(step, *ARMS)) for step in (EARLIER_STEPS, SAME_STEPS))
     shared = find(*at(EARLIER_STEPS, *ARMS), *at(SAME_STEPS, *ARMS))
     growth = paired(paired(*shared[2:])[1], paired(*shared[:2])[1])
     primary = [
-        (f"1. {words}, with 256 tokens / with 64", ratio, Contrast.of, [*zip(signs, tokens)]),
-        (f"2a. {words}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, Contrast.of, [*zip(signs, guided)]),
+        (f"1. {ratio_name}, with 256 tokens / with 64", ratio, Contrast.of, [*zip(signs, tokens)]),
+        (f"2a. {ratio_name}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, Contrast.of, [*zip(signs, guided)]),
         ("2b. best scale, routed - dense", "{:.2f}".format, Contrast.of, [*zip(signs, best)]),
         ("3. ratio of distances, dense end / routed to the end", ratio, Contrast.of, [paired(*find(*ends))]),
     ]
@@ -245,7 +246,7 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
                 (f"{name}, paired by seed", ratio, Contrast.of, [paired(routed, dense)]),
             ]
     return tuple(
-        [(name, shown, build(groups)) for name, shown, build, groups in part if min(len(values) for _, values in groups) > 1]
+        [(name, text_of, build(groups)) for name, text_of, build, groups in part if min(len(values) for _, values in groups) > 1]
         for part in (primary, other)
     )
 
@@ -280,18 +281,18 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
         cfg, start = load_run_config(run), next(read_lines(run / "starts.jsonl"))
         arm = run.name.removeprefix("search_").rpartition("_")[0]
-        about = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
+        run_fields = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
         trained = read_metrics(run / "metrics.jsonl")
         speeds = [line["steps_per_sec"] for line in trained["training"]]
         for line in trained["evaluation"]:
             kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
-            lines.append(about | kept | weights[line["step"]])
+            lines.append(run_fields | kept | weights[line["step"]])
         for line in read_lines(run / "evaluations" / "results.jsonl"):
             kept = {"step": line["shown"]["step"], "cfg_scale": line["shown"]["cfg_scale"], "metrics": line["metrics"]}
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-            lines.append(about | line["about"] | kept | {"standard_errors": errors} | weights[kept["step"]])
-        lines.append(about | {"steps_per_sec": speeds, "metrics": {}})
+            lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights[kept["step"]])
+        lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})
     write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -19,7 +19,7 @@ fail() {
 for part in $PARTS; do
     case " $all " in *" $part "*) ;; *) fail "PARTS=$part is not a part; use $all" ;; esac
 done
-"$PYTHON" -m extras.benchmarks.about || fail "gpu: install what is missing; docs/speed_and_clusters.md names the wheels"
+"$PYTHON" -m extras.benchmarks.versions || fail "gpu: install what is missing; docs/speed_and_clusters.md names the wheels"
 count='import sys, torch; n = torch.cuda.device_count(); print(n, torch.cuda.get_device_name()) if n else sys.exit(1)'
 device=$("$PYTHON" -c "$count") || fail "gpu: torch finds no CUDA GPU on this machine"
 num_gpus=${device%% *}
@@ -52,7 +52,7 @@ run_part() {
     [ $code = 0 ] || failed="$failed $part"
 }
 
-"$PYTHON" -m extras.benchmarks.about >>"$results"
+"$PYTHON" -m extras.benchmarks.versions >>"$results"
 step="-m extras.benchmarks step rounds=3 steps=10 train.precision=bf16"
 xl2=model.backbone=DiT-XL/2
 # Unquoted variables are several arguments.

@@ -134,8 +134,8 @@ def values_at(
     lines: list[dict], arm: str, time: str, guidance: str, scale: float, first_seed: int, metric: str = DISTANCE
 ) -> dict[int, float]:
     """Return a metric of samples by training seed."""
-    about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
-    return find_values(lines, metric, **about)
+    wanted = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
+    return find_values(lines, metric, **wanted)
 
 
 def unrecorded(lines: list[dict], arm: str, seed: int, points: list[Point]) -> list[Point]:
@@ -219,8 +219,8 @@ def start(arguments: list[str], output: object) -> subprocess.Popen:
     """Start `python -m extras.benchmarks` in the current folder, with its output in a file."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    words = [sys.executable, "-m", "extras.benchmarks", *arguments]
-    return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    command_line = [sys.executable, "-m", "extras.benchmarks", *arguments]
+    return subprocess.Popen(command_line, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
 class Recorder:
@@ -252,7 +252,7 @@ class Recorder:
 
 
 def _identify(line: dict) -> tuple:
-    """Return what tells apart the lines of a run. Lines without a guidance hold a validation loss or the times of the steps."""
+    """Return what distinguishes the lines of a run. Lines without a guidance hold a validation loss or the times of the steps."""
     return line["step"], line.get("guidance"), line.get("scale"), line.get("first_seed"), "steps_per_sec" in line
 
 
@@ -282,16 +282,16 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
             found = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
             yield found | {"ema": hashes[line["step"]], "lr": train.lr}
     for line in read_lines(run / "evaluations" / "results.jsonl"):
-        shown, step = line["shown"], line["shown"]["step"]
-        name, scale = shown.get("guidance", "cfg"), shown.get("guidance.w", shown.get("cfg_scale"))
-        if name == "sparse" and "guidance.checkpoint" in shown:
+        display, step = line["shown"], line["shown"]["step"]
+        name, scale = display.get("guidance", "cfg"), display.get("guidance.w", display.get("cfg_scale"))
+        if name == "sparse" and "guidance.checkpoint" in display:
             name = "sparse, early"
         name = "none" if scale == 1 else name
         errors = {metric: standard_error(values) for metric, values in line["jackknife"].items()}
-        settings = {key: value for key, value in shown.items() if key not in ("run", "step", "guidance.checkpoint")}
-        about = {"step": step, "guidance": name, "scale": scale, **line["about"], "settings": settings}
+        settings = {key: value for key, value in display.items() if key not in ("run", "step", "guidance.checkpoint")}
+        fields = {"step": step, "guidance": name, "scale": scale, **line["about"], "settings": settings}
         content = {"ema": hashes[step], "content": line["point"]["content"]}
-        yield about | {"metrics": line["metrics"], "standard_errors": errors} | content | versions
+        yield fields | {"metrics": line["metrics"], "standard_errors": errors} | content | versions
     if (last := train.num_steps) in hashes:
         kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
         kept = [start | {"commit": start["commit"] or without_git} for start in kept]
@@ -329,15 +329,16 @@ def show_guided(lines: list[dict]) -> None:
 
     primary, secondary = compare_at_best_guidance(lines)
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
+    parts = primary, secondary
     decisive, others = (
-        [[name, str(contrast.df + 1), contrast.text(shown)] for name, shown, contrast in part] for part in (primary, secondary)
+        [[name, str(contrast.df + 1), contrast.text(text_of)] for name, text_of, contrast in part] for part in parts
     )
     show(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
     show(["secondary outcome", "seeds", "95% interval"], others)
 
     def losses(arm: str) -> list[list[float]]:
-        about = {"arm": arm, "step": ARMS[arm].step("full")}
-        return [line["validation_loss_by_level"] for line in lines if LOSS in line["metrics"] and about.items() <= line.items()]
+        wanted = {"arm": arm, "step": ARMS[arm].step("full")}
+        return [line["validation_loss_by_level"] for line in lines if LOSS in line["metrics"] and wanted.items() <= line.items()]
 
     by_level = [losses(arm) for arm in ("routed", "dense")]
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
@@ -378,15 +379,16 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
     full, half = ((find("routed", time), find("dense", time)) for time in reversed(TIMES))
     later, later_dense, earlier, earlier_dense = pairs(log, *full, *half)
     growth = paired(paired(later, later_dense)[1], paired(earlier, earlier_dense)[1])
-    words, dense = "ratio of distances, routed / dense", find("dense", "full")
+    ratio_name, dense = "ratio of distances, routed / dense", find("dense", "full")
     primary = [
-        (f"1. {words}, each at its best guidance, full time", ratio[0], paired(*pairs(log, *full))),
-        (f"2. {words}, each at its best guidance, full time / half time", ratio[0], growth),
+        (f"1. {ratio_name}, each at its best guidance, full time", ratio[0], paired(*pairs(log, *full))),
+        (f"2. {ratio_name}, each at its best guidance, full time / half time", ratio[0], growth),
     ]
-    secondary = [(f"{words}, each at its best guidance, half time", *ratio, half)]
+    secondary = [(f"{ratio_name}, each at its best guidance, half time", *ratio, half)]
     for guidance, time in product(("none", *ARMS["dense"].guidances), reversed(TIMES)):
         name = "unguided" if guidance == "none" else guidance
-        secondary.append((f"{words}, {name}, {time} time", *ratio, [find(arm, time, guidance) for arm in ("routed", "dense")]))
+        sides = [find(arm, time, guidance) for arm in ("routed", "dense")]
+        secondary.append((f"{ratio_name}, {name}, {time} time", *ratio, sides))
     for guidance in [name for name in ARMS["routed"].guidances if name not in ARMS["dense"].guidances]:
         name = f"ratio of distances, routed with {guidance} guidance / dense at its best, full time"
         secondary.append((name, *ratio, [find("routed", "full", guidance), dense]))
@@ -398,7 +400,7 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
         sides = [find(arm, "full") for arm in (ours, theirs)]
         secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, full time", *ratio, sides))
     secondary.append(("ratio of validation losses, routed / dense, full time", *ratio, [loss("routed"), loss("dense")]))
-    found = [(name, shown, paired(*pairs(transform, *sides))) for name, shown, transform, sides in secondary]
+    found = [(name, text_of, paired(*pairs(transform, *sides))) for name, text_of, transform, sides in secondary]
     return tuple(
-        [(name, shown, Contrast.of([group])) for name, shown, group in part if len(group[1]) > 1] for part in (primary, found)
+        [(name, text_of, Contrast.of([group])) for name, text_of, group in part if len(group[1]) > 1] for part in (primary, found)
     )

@@ -43,7 +43,7 @@ def time_ms(action: Callable[[], object], repeats: int, device: torch.device, wa
 
 
 @dataclass
-class TimedRow:
+class TimedVariant:
     """A variant and its measurements."""
 
     action: Callable[[], object]  # the call to time
@@ -54,25 +54,25 @@ class TimedRow:
 
 
 def measure(
-    openers: Mapping[str, Callable[[], TimedRow]], device: torch.device, rounds: int, steps: int, warmup: int
+    openers: Mapping[str, Callable[[], TimedVariant]], device: torch.device, rounds: int, steps: int, warmup: int
 ) -> list[dict[str, object]]:
     """Time variants in turns (A B A B), so that other load on the machine affects all variants. Return one record per variant.
 
     Args:
-        openers: Functions that build the row of each variant. All rows stay on the device until the benchmark ends.
+        openers: Functions that build each variant. All variants stay on the device until the benchmark ends.
         steps: Number of timed calls in each of the `rounds` turns.
         warmup: Number of untimed calls before a variant's first turn.
     """
-    rows = {name: open_row(opener, device, warmup) for name, opener in openers.items()}
-    for _, (name, row) in itertools.product(range(rounds), rows.items()):
-        row.turns.append(time_ms(row.action, steps, device, warmup=1))
-        sys.stderr.write(f"{name}: {np.median(row.turns):.4g} ms\n")  # printed even if the benchmark stops early
-    first = next(iter(rows.values()))
-    return [{"variant": name} | summarise(row, first) for name, row in rows.items()]
+    variants = {name: open_variant(opener, device, warmup) for name, opener in openers.items()}
+    for _, (name, variant) in itertools.product(range(rounds), variants.items()):
+        variant.turns.append(time_ms(variant.action, steps, device, warmup=1))
+        sys.stderr.write(f"{name}: {np.median(variant.turns):.4g} ms\n")  # printed even if the benchmark stops early
+    first = next(iter(variants.values()))
+    return [{"variant": name} | summarise(variant, first) for name, variant in variants.items()]
 
 
-def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) -> TimedRow:
-    """Build a variant's row and warm it up.
+def open_variant(opener: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
+    """Build a variant and warm it up.
 
     Add columns for the time of the first call and, on CUDA, the time in which the GPU computes and the peak memory.
     """
@@ -80,41 +80,41 @@ def open_row(opener: Callable[[], TimedRow], device: torch.device, warmup: int) 
     before = torch.cuda.memory_allocated() if is_cuda else 0
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    row = opener()
-    row.columns["first call s"] = time_ms(row.action, 1, device)[0] / 1000
-    time_ms(row.action, 0, device, warmup)
+    variant = opener()
+    variant.columns["first call s"] = time_ms(variant.action, 1, device)[0] / 1000
+    time_ms(variant.action, 0, device, warmup)
     if is_cuda:
-        row.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        row.columns["kernel ms"] = measure_kernels_ms(row.action)
-    return row
+        variant.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        variant.columns["kernel ms"] = measure_kernels_ms(variant.action)
+    return variant
 
 
 def measure_kernels_ms(action: Callable[[], object]) -> float:
     """Return the milliseconds in which the GPU computes during one call, without gaps between kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         action()
         torch.cuda.synchronize()
     # Annotations such as "Optimizer.step" span kernels that are events themselves.
-    return sum(event.self_device_time_total for event in found.key_averages() if not event.is_user_annotation) / 1000
+    return sum(event.self_device_time_total for event in profile.key_averages() if not event.is_user_annotation) / 1000
 
 
-def summarise(row: TimedRow, first: TimedRow) -> dict[str, object]:
-    """Return the table columns of a row. The relative time is computed against `first`, the row of the first variant."""
-    ms = np.median(row.turns)
-    images_per_sec = 1000 * row.num_images / ms
-    columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": row.flops_per_image / 1e9}
-    columns["TFLOP/s"] = row.flops_per_image * images_per_sec / 1e12
-    ratios = np.median(row.turns, axis=1) / np.median(first.turns, axis=1)
-    return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | row.columns
+def summarise(variant: TimedVariant, first: TimedVariant) -> dict[str, object]:
+    """Return the table columns of a variant. The relative time is computed against `first`, the first variant."""
+    ms = np.median(variant.turns)
+    images_per_sec = 1000 * variant.num_images / ms
+    columns = {"ms": ms, "images/s": images_per_sec, "GFLOP/image": variant.flops_per_image / 1e9}
+    columns["TFLOP/s"] = variant.flops_per_image * images_per_sec / 1e12
+    ratios = np.median(variant.turns, axis=1) / np.median(first.turns, axis=1)
+    return columns | {"time / first": np.median(ratios), "lowest, highest": [ratios.min(), ratios.max()]} | variant.columns
 
 
 def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, object]]) -> None:
     """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
-    about = describe_start(accelerator, step=0)
-    about["command"] = about["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
-    header = [f"- {key}: {value}" for key, value in about.items() if key != "step"]
+    start = describe_start(accelerator, step=0)
+    start["command"] = start["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
+    header = [f"- {key}: {value}" for key, value in start.items() if key != "step"]
     columns = list(dict.fromkeys(key for record in records for key in record))
     table = markdown_table(columns, [[_cell(record.get(column)) for column in columns] for record in records])
     sys.stdout.write("\n".join([f"# {title}\n", *header, f"\n{NOTES}", table, ""]))

@@ -70,7 +70,7 @@ class Experiment:
         elif by_guidance is None or measure.guidance.startswith(("cfg_scale", "guidance cfg")):
             figures = self.row.get("paper_guided")  # without `by_guidance`, an earlier version stored the row
         else:
-            figures = next((by_guidance[words] for words in by_guidance if is_guided_by(measure, words)), None)
+            figures = next((by_guidance[arguments] for arguments in by_guidance if is_guided_by(measure, arguments)), None)
         return (figures or {}).get(measure.metric)
 
 
@@ -80,8 +80,8 @@ def is_guided_by(measure: Measure, arguments: str) -> bool:
     An argument's value may be the end of the measure's value, such as the folder name of a checkpoint.
     """
     values = dict(part.split(" ", 1) for part in measure.guidance.split(", ") if " " in part)
-    given = (argument.split("=", 1) for argument in arguments.split())
-    return all(values.get(key, "").endswith(value) for key, value in given)
+    wanted = (argument.split("=", 1) for argument in arguments.split())
+    return all(values.get(key, "").endswith(value) for key, value in wanted)
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
@@ -102,23 +102,23 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     The paper's tables come first, in `ROWS` order. Runs without a row follow in one table per data set. A label consists of
     the row and its changed settings, or of run names without seeds. Among runs with the same seed, only the longest run counts.
     """
-    found: dict[tuple, Experiment] = {}
+    by_identity: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
     runs = [*runs, *runs_of_other_rows(runs)]
     for run in sorted(runs, key=lambda run: -run.step):
         identity = identity_of(run.cfg)
         key = (run.row.get("name"), repr(sorted(identity.items())))
-        experiment = found.setdefault(key, Experiment([], identity, changes_of(run)))
+        experiment = by_identity.setdefault(key, Experiment([], identity, changes_of(run)))
         if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
             problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
         else:
             experiment.runs.append(run)
-    for experiment in found.values():
+    for experiment in by_identity.values():
         changed = ", ".join(f"{key}={new}" for key, (_, new) in experiment.changes.items())
         label = experiment.row.get("name") or " / ".join(sorted({without_seed(run.path.name) for run in experiment.runs}))
         experiment.label = label + (f" with {changed}" if changed else "")
     order = {name: i for i, name in enumerate(ROWS)}
-    experiments = [*found.values()]
+    experiments = [*by_identity.values()]
     experiments.sort(key=lambda e: (order.get(e.row.get("name"), len(order)), bool(e.changes), e.is_routed, e.label))
     tables: dict[str, list[Experiment]] = {}
     for experiment in experiments:
@@ -149,8 +149,8 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
         }
         if changes_of(run) or not any(last in figures[measure] for measure in figures if measure != LOSS):
             continue
-        about = f"these are figures of a run of {row.checkpoint_of}"
-        described = asdict(row) | {"differs": "; ".join(filter(None, (row.differs, about)))}
+        origin = f"these are figures of a run of {row.checkpoint_of}"
+        described = asdict(row) | {"differs": "; ".join(filter(None, (row.differs, origin)))}
         cfg = OmegaConf.create(run.cfg.model_dump())
         for key, value in {"experiment": described, **other}.items():
             if own.get(key) != value:

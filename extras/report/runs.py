@@ -21,7 +21,7 @@ from common.files import read_lines
 from common.types import FiniteFloat, NonNegativeInt
 from configs.schema import TrainConfig
 from configs.settings import validate
-from evaluations.results import guidance_fields, in_words, without_defaults
+from evaluations.results import format_settings, guidance_fields, without_defaults
 
 UNGUIDED = "none"
 OMITTED = ("checkpoint", "content", "num_samples", "detector")  # settings in fid.py results that `Measure.settings` omits
@@ -120,9 +120,9 @@ class Run:
         settings = without_defaults(settings)
         guidance = guidance_fields(settings)
         others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
-        words = UNGUIDED if guidance == {"cfg_scale": 1.0} else in_words(guidance)
+        guidance_text = UNGUIDED if guidance == {"cfg_scale": 1.0} else format_settings(guidance)
         for metric, value in metrics.items():
-            self.figures.setdefault(Measure(metric, num_samples, words, in_words(others)), {})[step] = value
+            self.figures.setdefault(Measure(metric, num_samples, guidance_text, format_settings(others)), {})[step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
@@ -174,10 +174,10 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
         if "checkpoint" not in point:
             continue  # a result for a set of images
         places = (Path(point["checkpoint"]).resolve().parent.parent, file.parent.parent)
-        found = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes))]
-        found = found or [run for place in places for run in runs if run.path == place][:1]
-        for run in found:  # several matches are copies of one run
+        matches = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes))]
+        matches = matches or [run for place in places for run in runs if run.path == place][:1]
+        for run in matches:  # several matches are copies of one run
             run.add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
-        if not found:
+        if not matches:
             orphans.add(str(places[0]))
     return orphans

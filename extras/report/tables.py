@@ -65,12 +65,12 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
     """
     table = Table("Each experiment at its best guidance")
     for experiment in experiments:
-        found: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # values per seed by conditions, guidance and metric
+        evaluations: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # values per seed by settings, guidance and metric
         for measure in experiment.measures():
             step, values = [*experiment.curve(measure).items()][-1]
-            conditions = (step, measure.num_samples, measure.settings)
-            found.setdefault(conditions, {}).setdefault(measure.guidance, {})[measure.metric] = values
-        for (step, num_samples, settings), guidances in found.items():
+            key = (step, measure.num_samples, measure.settings)
+            evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = values
+        for (step, num_samples, settings), guidances in evaluations.items():
             leading = next(iter(next(iter(guidances.values()))))
             means = {name: fmean(figures[leading]) for name, figures in guidances.items() if leading in figures}
             if len(means) < 2:
@@ -78,16 +78,16 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
             best = min(means, key=lambda name: sign_of(leading) * means[name])
             table.notes.append(f"{experiment.label}: best of {', '.join(means)} by {leading}")
             for name in dict.fromkeys([*({UNGUIDED} & means.keys()), best]):
-                about = {"Experiment": experiment.label, "Step": f"{step:,}", "Samples": f"{num_samples:,}", "Guidance": name}
+                row = {"Experiment": experiment.label, "Step": f"{step:,}", "Samples": f"{num_samples:,}", "Guidance": name}
                 figures = {metric: format_mean(metric, values) for metric, values in guidances[name].items()}
-                table.rows.append(about | figures | {"Measured with": settings})
+                table.rows.append(row | figures | {"Measured with": settings})
     return table
 
 
 def sign_of(metric: str) -> int:
     """Return 1 if lower values of a metric are better, otherwise -1. Losses are not in METRICS, and lower losses are better."""
-    found = find_metric(metric)
-    return -1 if found and found.direction == "higher" else 1
+    known = find_metric(metric)
+    return -1 if known and known.direction == "higher" else 1
 
 
 def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:

@@ -86,8 +86,8 @@ def read_sizes(
         raise UserError(f"{file} has blocks x width / patch {depth} x {width} / {patch_size}; this kind= has {known}")
     num_classes = max(num_labels - 1, 1) if num_classes is None else num_classes
     if num_labels - num_classes not in (0, 1):
-        words = f"{file} has a label table of {num_labels} rows, which fits num_classes={max(num_labels - 1, 1)} or {num_labels}"
-        raise UserError(f"{words}, not {num_classes}")
+        fits = f"num_classes={max(num_labels - 1, 1)} or {num_labels}"
+        raise UserError(f"{file} has a label table of {num_labels} rows, which fits {fits}, not {num_classes}")
     size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels, "num_classes": num_classes}
     model = {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2}
     # Networks that were trained without class dropout, and so without guidance, have no row for the null class.

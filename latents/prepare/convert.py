@@ -72,11 +72,11 @@ def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, 
     kind = cfg.kind or source.kind
     scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)
     if kind == "sample" and channels == 8 and cfg.autoencoder in (None, *SD_SPECS):
-        words = "8 channels are the mean and log-variance of SD-VAE's 4 channels: give kind=moments"
-        raise UserError(f"{source.path}: kind=sample, but {words}, or autoencoder= for an autoencoder with 8 channels")
+        reason = "8 channels are the mean and log-variance of SD-VAE's 4 channels: give kind=moments"
+        raise UserError(f"{source.path}: kind=sample, but {reason}, or autoencoder= for an autoencoder with 8 channels")
     if kind == "moments" and channels == 4 and cfg.autoencoder in (None, *SD_SPECS):
-        words = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
-        raise UserError(f"{source.path}: kind=moments, but {words}, or autoencoder= for an autoencoder with 2 channels")
+        reason = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
+        raise UserError(f"{source.path}: kind=moments, but {reason}, or autoencoder= for an autoencoder with 2 channels")
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
     scale_factor, factor = known_scale_and_factor(autoencoder or "none") or (None, None)
     statistics = source.channel_statistics if cfg.normalize is None else None

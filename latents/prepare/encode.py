@@ -116,10 +116,10 @@ def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, num
         name = source.names[number]
         try:
             with as_user_error(name):
-                image, found = crop(source, number)
+                image, image_notes = crop(source, number)
             pixels.append(image)
             kept.append(number)
-            notes.update(found)
+            notes.update(image_notes)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
     jpegs = [to_jpeg(image) for image in pixels] if cfg.keep_images == "jpeg" else []

@@ -224,8 +224,8 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))
     if loose or len(classes) == 1:
-        held = loose[0] if loose else f"{classes[0]}/ alone"
-        raise UserError(f"images={path} must hold a folder per class, but holds {held}; set labels=none for a single class")
+        example = loose[0] if loose else f"{classes[0]}/ alone"
+        raise UserError(f"images={path} must hold a folder per class, but holds {example}; set labels=none for a single class")
     if labels != "first_level":
         _check_levels(path, names, classes)
     for name in sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
@@ -245,9 +245,9 @@ def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
         give = f"images={path / first}" + ("" if deeper else " labels=none")
         raise UserError(f"images={path} holds {', '.join(classes)}, which are parts of a data set; give {give}, {otherwise}")
     if is_nested:
-        shown = ", ".join(f"{part[0]}/{part[1]}" for part in (deeper[0], deeper[-1]))
-        held = f"images={path}: its folders hold no images themselves, but folders that look like classes ({shown}, ...)"
-        raise UserError(f"{held}; give the folder that holds the classes, such as images={path / first}, {otherwise}")
+        examples = ", ".join(f"{part[0]}/{part[1]}" for part in (deeper[0], deeper[-1]))
+        message = f"images={path}: its folders hold no images themselves, but folders that look like classes ({examples}, ...)"
+        raise UserError(f"{message}; give the folder that holds the classes, such as images={path / first}, {otherwise}")
     if deeper:
         log.info("%s: the first level of folders are the classes; %d images are in folders below", path, len(deeper))
 
@@ -257,12 +257,12 @@ def describe_classes(images: LabelledImages) -> str:
     names = images.class_names or []
     counts = np.bincount(images.labels, minlength=len(names))
     is_long = len(counts) > 8
-    shown = [0, 1, 2, *range(len(counts) - 3, len(counts))] if is_long else range(len(counts))
-    rows = [f"{class_caption(label, names)} ({counts[label]} images)" for label in shown]
-    words = "classes: " + ", ".join([*rows[:3], "...", *rows[3:]] if is_long else rows)
+    listed = [0, 1, 2, *range(len(counts) - 3, len(counts))] if is_long else range(len(counts))
+    rows = [f"{class_caption(label, names)} ({counts[label]} images)" for label in listed]
+    text = "classes: " + ", ".join([*rows[:3], "...", *rows[3:]] if is_long else rows)
 
     def by_number(name: str) -> list:
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
     swapped = [f"{a} comes before {b}" for a, b in pairwise(names) if by_number(a) > by_number(b)]
-    return words + (f"; the folders are sorted as text, so {swapped[0]}" if swapped else "")
+    return text + (f"; the folders are sorted as text, so {swapped[0]}" if swapped else "")

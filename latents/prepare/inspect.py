@@ -24,7 +24,7 @@ from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_
 log = logging.getLogger(__name__)
 
 CHUNK = 1024  # number of latents to read at once
-FEW = 0.01  # a class may have this fraction of constant or repeated images, because many published data sets have some
+FEW = 0.01  # tolerated fraction of constant or repeated images in a class, because many published data sets have some
 # Largest difference between an image and its decoded latent: RMS over a grid of at most 16x16 cell means, in -1 to 1.
 MAX_DIFFERENCE = 0.15
 
@@ -74,9 +74,9 @@ def find_problems(
     log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
     log.info("%s", dataset.info)
     names = originals.names if originals else None
-    found = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset)]
-    found += _check_values(dataset, sigma_data, names)
-    return found + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
+    problems = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset)]
+    problems += _check_values(dataset, sigma_data, names)
+    return problems + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
 
 
 def _check_files(dataset: LatentDataset) -> Iterator[str]:
@@ -148,15 +148,16 @@ def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str
     for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
         log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
-    words = f"a standard deviation of {overall:.3f} over all channels, {overall / sigma_data:.2f} times sigma_data={sigma_data:g}"
-    log.info("the network input has %s (accepted: %g to %g times)", words, *USUAL_STD)
+    times = overall / sigma_data
+    spread = f"a standard deviation of {overall:.3f} over all channels, {times:.2f} times sigma_data={sigma_data:g}"
+    log.info("the network input has %s (accepted: %g to %g times)", spread, *USUAL_STD)
     half = dataset.channels // 2
     if info.kind == "sample" and dataset.channels % 2 == 0 and (stored_mean + 2 * stored_std)[half:].max() < 0:
         looks = f"the last {half} of {dataset.channels} channels look like log-variances (mean {stored_mean[half:].mean():.1f})"
         yield f"{looks}, so these latents are kind=moments, not kind=sample"
-    if not USUAL_STD[0] <= overall / sigma_data <= USUAL_STD[1]:
+    if not USUAL_STD[0] <= times <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
-        yield f"{words}, cannot be right: {reasons}"
+        yield f"{spread}, cannot be right: {reasons}"
 
 
 @functools.lru_cache(maxsize=2)
@@ -191,7 +192,8 @@ def _find_equal(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np
         is_repeat = first[pair] != np.arange(len(labels))
         repeat_of[is_repeat] = first[pair][is_repeat]
         start = np.unique(cells[first], return_index=True)[1]
-        lowest, highest = first[start][cells], first[np.append(start[1:], len(first)) - 1][cells]  # class in the item's cell
+        # First items of the lowest and the highest class in each item's cell.
+        lowest, highest = first[start][cells], first[np.append(start[1:], len(first)) - 1][cells]
         is_shared = labels[lowest] != labels[highest]
         shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
     return repeat_of, shared_with
@@ -212,25 +214,25 @@ def _check_repeats(
         f"repeat {what} of the class": repeat_of,
         f"equal {what} of another class": shared_with,
     }
-    numbers = {words: np.bincount(labels[others >= 0], minlength=len(counts)) for words, others in kinds.items()}
+    numbers = {kind: np.bincount(labels[others >= 0], minlength=len(counts)) for kind, others in kinds.items()}
     worst = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
     lines = {True: [], False: []}  # whether the class is a problem -> lines
     affected = np.argsort(-worst, kind="stable")[: np.count_nonzero(worst)]
     for label in affected[:100]:
-        found = []
-        for words in [words for words in kinds if numbers[words][label]]:
-            item = np.flatnonzero((labels == label) & (kinds[words] >= 0))[0]
-            other = kinds[words][item]
+        parts = []
+        for kind in [kind for kind in kinds if numbers[kind][label]]:
+            item = np.flatnonzero((labels == label) & (kinds[kind] >= 0))[0]
+            other = kinds[kind][item]
             example = f"item {describe(item)}" + (f" equals {describe(other)}" if other != item else "")
-            found.append(f"{numbers[words][label]} {words} ({example})")
+            parts.append(f"{numbers[kind][label]} {kind} ({example})")
         caption = class_caption(label, dataset.class_names)
-        lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(found)}")
+        lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(parts)}")
     for is_problem, texts in lines.items():
-        shown = texts[:5] + (["and more classes"] if len(texts) > 5 else [])
+        printed = texts[:5] + (["and more classes"] if len(texts) > 5 else [])
         if is_problem:
-            yield from shown
-        elif shown:
-            log.warning("%s", "; ".join(shown))
+            yield from printed
+        elif printed:
+            log.warning("%s", "; ".join(printed))
 
 
 def _check_originals(

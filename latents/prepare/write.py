@@ -144,7 +144,7 @@ class ShardWriter:
         normalize: bool = False,
         sigma_data: float | None = None,
         faults: Mapping[str, str] | None = None,
-        **about: object,
+        **entries: object,
     ) -> None:
         """Write manifest.json and unlock the folder. One process must call `finish` after all shards are written.
 
@@ -152,7 +152,7 @@ class ShardWriter:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
             sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
             faults: Messages for skipped links and folders, as {relative path: message}.
-            about: Additional entries for the manifest.
+            entries: Additional entries of the manifest.
 
         Raises:
             UserError: If no item is readable, a channel to scale is constant, or the folder contains another program's shards.
@@ -185,7 +185,7 @@ class ShardWriter:
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
             "left_out": left_out,
             "notes": notes,
-            **about,
+            **entries,
             "settings": self.settings,
             "shards": dataset.hashes,
         }

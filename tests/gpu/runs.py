@@ -10,7 +10,7 @@ from accelerate.utils import set_seed
 from conftest import forget_accelerate
 from safetensors.torch import save_file
 
-from extras.benchmarks.rows import compose_config
+from extras.benchmarks.steps import compose_config
 from latents.prepare.images import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
 from runtime import compilation, machine

@@ -13,7 +13,7 @@ from conftest import forget_accelerate
 import dit
 from common.randomness import SeedRandom
 from extras.benchmarks.harness import time_ms
-from extras.benchmarks.rows import step
+from extras.benchmarks.steps import step
 from gpu.runs import compiler_for, keys_of_repa, trainer_for
 from routing_module import Route
 from runtime import machine

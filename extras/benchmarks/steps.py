@@ -19,7 +19,7 @@ from common.types import PositiveInt
 from configs import schema
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
-from extras.benchmarks.harness import TimedRow, measure, report, time_ms
+from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import leave
@@ -54,7 +54,7 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
     return file
 
 
-def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
+def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVariant:
     """Build the training step of train.py (data, forward, backward, optimizer, EMA) without hooks."""
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
@@ -66,7 +66,7 @@ def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedRow:
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
     # For each matrix product in the forward pass, the backward pass computes two, for the gradients of input and weight.
-    return TimedRow(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
+    return TimedVariant(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
 
 
 def step(
@@ -92,14 +92,14 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Posit
         for variant in variants:
             cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
             accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
-            row = open_step(accelerator, cfg)
-            time_ms(row.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
-            with torch.profiler.profile() as found:
-                time_ms(row.action, steps, accelerator.device)
+            variant_step = open_step(accelerator, cfg)
+            time_ms(variant_step.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
+            with torch.profiler.profile() as profiled:
+                time_ms(variant_step.action, steps, accelerator.device)
             order = f"self_{accelerator.device.type}_time_total"
-            table = found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80)
+            table = profiled.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80)
             sys.stdout.write(f"# {variant}\n\n```text\n{table}\n```\n")
             sys.stdout.flush()  # printed even if the next variant is stopped
-            del row
+            del variant_step
             gc.collect()
     leave()

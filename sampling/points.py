@@ -17,7 +17,7 @@ from checkpoints.load import load_config
 from configs.schema import FidConfig
 from evaluations.features import Features
 from evaluations.images import ImageSet
-from evaluations.results import Point, Results, in_words
+from evaluations.results import Point, Results, format_settings
 from evaluations.suite import format_metrics
 from latents import autoencoders
 from runtime.processes import on_main
@@ -31,8 +31,8 @@ NUM_GROUPS = 10  # groups of samples for the jackknife
 
 
 @dataclass
-class Judge:
-    """Evaluates points, which share detectors and reference features.
+class PointEvaluator:
+    """Evaluates the points of a command, which share detectors and reference features.
 
     Attributes:
         cfg: Settings of the fid.py command, with unset evaluation settings filled in from the run.
@@ -61,10 +61,10 @@ class Judge:
         for folder, choice in itertools.product(self.folders, self.cfg.choices()):
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
-            given = {key: sampler[key] for key, value in choice.model_extra.items() if value is not None}
+            typed = {key: sampler[key] for key, value in choice.model_extra.items() if value is not None}
             name = (store.find_run(folder) or folder.resolve().parent).name
-            shown = {"run": name, "step": store.read_step(folder), **settings, **given}
-            point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.content, shown)
+            display = {"run": name, "step": store.read_step(folder), **settings, **typed}
+            point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.checkpoint_hash, display)
             if point.key not in (earlier.key for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
         return points
@@ -84,14 +84,14 @@ class Judge:
         # Earlier versions took images on disk in the order of the files. Results without this entry are therefore not comparable.
         seeds = {"order": "fixed"} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         detector = "+".join(self.cfg.evaluation.all_detectors)
-        conditions = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
-        conditions |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
-        conditions["reference"] = on_main(self.reference.fingerprint)
-        about = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
-        return Results(self.output, conditions, about)
+        shared = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
+        shared |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
+        shared["reference"] = on_main(self.reference.fingerprint)
+        display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
+        return Results(self.output, shared, display)
 
-    def __call__(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
-        """Evaluate the points that have no stored results yet. Returns the results of all points.
+    def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
+        """Evaluate the points that have no stored results yet. Return the results of all points.
 
         Points whose weights were removed before they were loaded are left out. Raises CheckpointRemoved if only one checkpoint
         was given and no point is finished, or if there are several processes.
@@ -105,7 +105,7 @@ class Judge:
 
         def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
             results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
-            log.info("%s: %s", in_words(point.shown), format_metrics(metrics))
+            log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
         with ThreadPoolExecutor(1) as thread:  # a thread computes standard errors while we sample the next point
             for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
