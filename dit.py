@@ -30,7 +30,7 @@ def build(backbone: str, **kwargs) -> DiT:
 
 
 def look_up_sizes(backbone: str, backbones: Mapping[str, tuple[int, int, int, int]]) -> dict[str, int]:
-    """Return the depth, width, number of heads and patch size of a backbone. Raise KeyError if its name is unknown."""
+    """Return the depth, width, number of heads and patch size of a backbone. Raises KeyError if its name is unknown."""
     return dict(zip(("depth", "width", "num_heads", "patch_size"), backbones[backbone]))
 
 

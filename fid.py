@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
 
 def main(cfg: FidConfig) -> float | None:
-    """Evaluate all points of the command. Return the lowest value of the first metric, which sweepers minimise."""
-    from runtime.compilation import check_compile
+    """Evaluate every checkpoint with every combination of the listed settings, or a set of images (each is a point).
+
+    Return the lowest value of the first metric, which sweepers minimise.
+    """
+    from runtime.compilation import log_compile_mode
     from runtime.machine import start_accelerator
     from sampling.recipe import retry_if_removed
 
@@ -42,7 +45,7 @@ def main(cfg: FidConfig) -> float | None:
     if cfg.images and (refused := keys_of_sampling(cfg)):
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
-    check_compile("compile", cfg.compile, accelerator.device)
+    log_compile_mode("compile", cfg.compile, accelerator.device)
     return retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, keys[0]))
 
 
@@ -61,7 +64,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     from sampling.image_sets import open_image_set
     from sampling.points import PointEvaluator
 
-    # Only rank 0 looks for checkpoints, because ranks could find different checkpoints while a run is still training.
+    # Only the main process looks for checkpoints, because others could find different ones while a run is still training.
     folders = on_main(lambda: resolve_checkpoints(cfg))
     for folder in folders:
         check_shared(folder / store.MANIFEST, key)
@@ -84,7 +87,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
             raise UserError(f"images={cfg.images} holds statistics but no images")
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))
     if images and num_samples > len(images):
-        raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more or lower it")
+        raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more, or lower it")
     if num_samples < 2:
         raise UserError(f"num_samples={num_samples}: a Frechet distance needs at least 2 images; papers use 50,000")
 
@@ -97,7 +100,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
 
     # Evaluate the points, and write the results.
-    output = Path(cfg.output) if cfg.output else default_folder(cfg, folders)
+    output = Path(cfg.output) if cfg.output else default_output(cfg, folders)
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
@@ -117,7 +120,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
 def keys_of_sampling(cfg: FidConfig) -> list[str]:
     """Return the keys that have no effect on images on disk, and that differ from their values in configs/."""
     default = OmegaConf.merge(*(OmegaConf.load(REPOSITORY / "configs" / f"{name}.yaml") for name in ("sampling", "fid")))
-    typed = {key: value for key, value in cfg if key not in cfg.for_images and value != default.get(key)}
+    typed = {key: value for key, value in cfg if key not in cfg.keys_for_images and value != default.get(key)}
     return [key for key, value in typed.items() if key != "guidance" or value[0].name != "none"]
 
 
@@ -151,7 +154,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
     return cfg.model_copy(update=update)
 
 
-def default_folder(cfg: FidConfig, folders: list[Path]) -> Path:
+def default_output(cfg: FidConfig, folders: list[Path]) -> Path:
     """Return runs/evaluations/<images> for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run.
 
     Results never lie next to images, because a folder next to class folders would become another class.

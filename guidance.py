@@ -30,20 +30,20 @@ class GuidanceInputs:
         denoise: Function (x, level, y, *, selection_ratios=None, route_noise=None) -> D_x. selection_ratios is the fraction of
             tokens that the network's routes carry past blocks, and route_noise (B, R, N) determines which tokens.
         num_classes: Number of classes, which is also the index of the null class.
-        routes_shape: Number of routes and number of tokens, (R, N).
+        route_noise_shape: Number of routes and number of tokens, (R, N).
         draw_route_noise: Function that draws new noise (B, R, N). The noise of image i
             depends on its seed and on the number of earlier calls.
         weak: Denoiser of a second, weaker network, with the arguments of `denoise`.
-        weak_routes_shape: `routes_shape` of the weak network.
+        weak_route_noise_shape: `route_noise_shape` of the weak network.
         levels: Noise levels at which the sampler calls the denoiser, in descending order. Moving ratios need them.
     """
 
     denoise: Callable[..., Tensor]
     num_classes: int
-    routes_shape: tuple[int, int] = (0, 0)
+    route_noise_shape: tuple[int, int] = (0, 0)
     draw_route_noise: Callable[[], Tensor] | None = None
     weak: Callable[..., Tensor] | None = None
-    weak_routes_shape: tuple[int, int] = (0, 0)
+    weak_route_noise_shape: tuple[int, int] = (0, 0)
     levels: Sequence[float] = ()
 
 
@@ -108,28 +108,28 @@ def sparse(
         r_strong, r_weak: Fractions of the tokens that SKIP the windows, in [0, 1). At 0, no tokens skip.
         r_strong_last, r_weak_last: Fractions at the lowest noise level. None keeps a fraction constant.
 
-    Raise ValueError if tokens must skip in a network without routes, if the routes of the two networks have different shapes, or
+    Raises ValueError if tokens must skip in a network without routes, if the routes of the two networks have different shapes, or
     if there is one network and the weak branch does not keep fewer tokens than the strong branch.
     """
-    (num_routes, N), moves = inputs.routes_shape, (r_strong_last, r_weak_last) != (None, None)
-    levels = np.asarray(inputs.levels if moves else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
+    (num_routes, N), is_moving = inputs.route_noise_shape, (r_strong_last, r_weak_last) != (None, None)
+    levels = np.asarray(inputs.levels if is_moving else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
     if levels.size == 0:
         raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
-    strong = move_by_cosine(r_strong, r_strong_last, len(levels))
-    weak = move_by_cosine(r_weak, r_weak_last, len(levels))
+    strong = cosine_schedule(r_strong, r_strong_last, len(levels))
+    weak = cosine_schedule(r_weak, r_weak_last, len(levels))
     is_same_network = inputs.weak is None
     if num_routes == 0 and (is_same_network or any(strong)):
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    if not is_same_network and any(weak) and inputs.weak_routes_shape != inputs.routes_shape:
-        both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_routes_shape, inputs.routes_shape))
+    if not is_same_network and any(weak) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
+        both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_route_noise_shape, inputs.route_noise_shape))
         raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
     for low, high in zip(strong, weak):
         if num_kept_tokens(N, high) >= num_kept_tokens(N, low) and is_same_network:
-            moved = " at each noise level" if moves else ""
+            moved = " at each noise level" if is_moving else ""
             raise ValueError(f"r_weak={high:.4g} must leave fewer of the {N} tokens than r_strong={low:.4g}{moved}")
 
     def ratios_at(level: Tensor) -> tuple[float, float]:
-        if not moves:
+        if not is_moving:
             return r_strong, r_weak
         lowest, highest = torch.stack(level.aminmax()).tolist()  # `tolist` waits for the device
         if lowest != highest:
@@ -145,7 +145,7 @@ def sparse(
     return _guide(branches, lambda *batch: branches(*batch, count=1)[0], w, **bounds)
 
 
-def move_by_cosine(first: float, last: float | None, num_levels: int) -> list[float]:
+def cosine_schedule(first: float, last: float | None, num_levels: int) -> list[float]:
     """Return num_levels values from `first` to `last` that follow half a cosine, or equal values if `last` is None."""
     if last is None:
         return [first] * num_levels
@@ -156,7 +156,7 @@ def move_by_cosine(first: float, last: float | None, num_levels: int) -> list[fl
 def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) -> Denoiser:
     """Autoguidance (arXiv 2406.02507): D = D_weak + w * (D - D_weak), where D_weak comes from a smaller or less trained network.
 
-    A weight w of 1 disables guidance. Raise ValueError if there is no weak network.
+    A weight w of 1 disables guidance. Raises ValueError if there is no weak network.
     """
     if inputs.weak is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
@@ -174,7 +174,7 @@ def _guide(
     """Build a denoiser for D_weak + scale * (D - D_weak), where `estimates` returns (D, D_weak).
 
     If scale is 1 or the noise level is outside the bounds, the denoiser calls `unguided` instead. If `channels` is set, the
-    remaining channels come from D. Raise ValueError if level_lo is not below level_hi.
+    remaining channels come from D. Raises ValueError if level_lo is not below level_hi.
     """
     low, high = -math.inf if level_lo is None else level_lo, math.inf if level_hi is None else level_hi
     if low >= high:

@@ -37,7 +37,7 @@ log = logging.getLogger("prepare_latents")
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
-    from latents.prepare.encode import NOT_IN_LATENTS, check_faults, encode_images
+    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, encode_images, refuse_faults
     from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
@@ -57,10 +57,10 @@ def encode(cfg: EncodeConfig) -> None:
 
     def find_images() -> LabelledImages:
         images = open_labelled_images(cfg.images, cfg.labels, cfg.part)
-        check_faults(images, cfg)
+        refuse_faults(images, cfg)
         return images
 
-    # Only rank 0 lists the images, so that the other ranks do not look up every file on a shared disk.
+    # Only the main process lists the images, so that the others do not look up every file on a shared disk.
     source = processes.on_main(find_images)
     processes.check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
     if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
@@ -76,7 +76,7 @@ def encode(cfg: EncodeConfig) -> None:
     statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
     scale_factor = cfg.scale_factor or (1.0 if cfg.normalize or statistics else vae.scale_factor)
     info = ShardInfo(cfg.kind, scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_LATENTS}
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
     settings |= {} if cfg.value_range is None else {"value_range": cfg.value_range}  # earlier versions had no such setting
 
@@ -111,8 +111,8 @@ def inspect(
         sigma_data: Standard deviation of the network input that the diffusion assumes.
     """
     from latents import autoencoders
-    from latents.prepare.inspect import Originals, fetch_images, fetch_spread, find_problems
-    from latents.shards import LatentDataset, spread_items
+    from latents.prepare.inspect import SourceImages, fetch_images, fetch_spread, find_problems
+    from latents.shards import LatentDataset, evenly_spaced_items
     from runtime.machine import start_accelerator
 
     dataset = LatentDataset(path, check_folder=False)
@@ -127,13 +127,13 @@ def inspect(
     decoder, device = None, start_accelerator(cpu_threads).device
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
-    source = None if images is None else Originals(dataset, images)
+    source = None if images is None else SourceImages(dataset, images)
     problems = find_problems(dataset, sigma_data, source, decoder, device)
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         labels = [class_caption(label, dataset.class_names) for label in labels]
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        originals = None if source is None else [source.read(item) for item in spread_items(len(dataset), len(labels))]
+        originals = None if source is None else [source.read(item) for item in evenly_spaced_items(len(dataset), len(labels))]
         if originals is None and dataset.has_jpegs:
             with contextlib.suppress(UserError):  # find_problems already reports unreadable images
                 originals = fetch_images(dataset)

@@ -30,7 +30,8 @@ class Route:
 
 
 # A selection rule maps tokens (B, N, D) and uniform noise (B, N) in [0, 1) to finite scores (B, N). The tokens with the highest
-# scores are kept. NaN scores would rank highest. The code has no NaN check, because a check would wait for the device.
+# scores are KEPT, although `selection_ratio` counts the skipped ones. NaN scores would rank highest, and checking for NaN would
+# wait for the device.
 SelectionRule = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -55,12 +55,12 @@ _IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 
 
 def main(cfg: SampleConfig) -> None:
-    from runtime.compilation import check_compile
+    from runtime.compilation import log_compile_mode
     from runtime.machine import start_accelerator
     from sampling.recipe import retry_if_removed
 
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
-    check_compile("compile", cfg.compile, accelerator.device)
+    log_compile_mode("compile", cfg.compile, accelerator.device)
     retry_if_removed(accelerator, lambda: sample_images(cfg, accelerator))
 
 
@@ -88,7 +88,7 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
         missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
         log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
         if missing:
-            sampler = recipe.load(accelerator.device, cfg.compile)
+            sampler = recipe.load_sampler(accelerator.device, cfg.compile)
             mine = missing[accelerator.process_index :: accelerator.num_processes]
             make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
             cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
@@ -107,7 +107,7 @@ def find_class_names(data: Data) -> list[str] | None:
 
 
 def class_numbers(classes: list[int | str] | None, names: list[str] | None, path: str | None) -> list[int] | None:
-    """Replace class names by class numbers. Raises UserError for unknown names."""
+    """Replace class names by class numbers."""
     for name in [entry for entry in classes or () if isinstance(entry, str)]:
         if names is None:
             raise UserError(f"classes: {name} is a name, but the latents at data.path={path} have no class names; give numbers")
@@ -141,7 +141,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
 def name_files(output: Path, labels: dict[int, int], names: list[str] | None) -> dict[int, Path]:
     """Return the file of each seed, such as seed_000003_class_001_color.png.
 
-    An image that exists keeps its name, because earlier versions, and machines without the latents, write no class name.
+    An existing image keeps its name, because earlier versions, and machines without the latents, omit the class name.
     """
     existing = {match[1]: output / match[0] for match in map(_IMAGE.fullmatch, os.listdir(output)) if match}
     files = {}
@@ -169,7 +169,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
 
 
 def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
-    """Read a folder's settings.yaml. Settings that it lacks have their defaults, which is what earlier versions meant."""
+    """Read a folder's settings.yaml. Settings that it lacks have their defaults, which earlier versions used."""
     source = f"{folder / 'settings.yaml'} (choose another output=...)"
     stored = read_stored(read_yaml(folder / "settings.yaml", source), ImageSettings, source)
     return stored.model_copy(update={"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler})
@@ -197,7 +197,7 @@ def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) ->
 
 @contextlib.contextmanager
 def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterator[None]:
-    """Open and lock the output folder. Raises UserError for unrelated files or images with other settings."""
+    """Open and lock the output folder, which must be new, or hold images with the same settings."""
     file = output / "settings.yaml"
     contents = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in contents and not all(name == ".lock" or is_leftover(name) for name in contents):

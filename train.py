@@ -41,7 +41,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training import build, saving, tracking
     from training.parallel import check_processes
     from training.start import record_start
-    from training.stop import pass_on
+    from training.stop import call_previous_handler
     from training.trainer import Trainer
 
     # Check the configuration, the data and the initial checkpoint before any slow work.
@@ -84,10 +84,10 @@ def main(cfg: TrainConfig) -> float | None:
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
-        pass_on(trainer.stopped_by)
+        call_previous_handler(trainer.stopped_by)
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
-    return processes.on_main(lambda: run.metric_at(trainer.step) if cfg.eval.every else None)
+    return processes.on_main(lambda: run.objective_at(trainer.step) if cfg.eval.every else None)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")

@@ -17,20 +17,17 @@ from runtime.compilation import compile_network, resolve_compile
 
 
 def load_config(folder: Path) -> schema.TrainConfig:
-    """Load a verified checkpoint's training configuration. Raise UserError if the configuration is invalid in this version."""
+    """Load a verified checkpoint's training configuration."""
     return _load_config(folder, store.hash_checkpoint(folder))
 
 
 @lru_cache(maxsize=1000)
-def _load_config(folder: Path, content: str) -> schema.TrainConfig:
+def _load_config(folder: Path, checkpoint_hash: str) -> schema.TrainConfig:
     return load_run_config(folder)
 
 
 def load_run_config(folder: Path) -> schema.TrainConfig:
-    """Load the training configuration in a run or checkpoint folder, with the meaning of this version (see `read_stored`).
-
-    Raise UserError if the file is damaged, or if its keys or values are not valid in this version.
-    """
+    """Load the training configuration in a run or checkpoint folder, with the meaning of this version (see `read_stored`)."""
     return read_stored(store.read_config(folder), schema.TrainConfig, folder / "config.yaml")
 
 
@@ -45,7 +42,7 @@ def load_network(folder: Path, weights: Any, device: torch.device, compile_mode:
 
 
 @lru_cache(maxsize=2)
-def _load_network(folder: Path, content: str, weights: Any, device: torch.device, compile_mode: str) -> nn.Module:
+def _load_network(folder: Path, checkpoint_hash: str, weights: Any, device: torch.device, compile_mode: str) -> nn.Module:
     gc.collect()  # compiled networks contain reference cycles, which would keep earlier networks on the device
     stored = store.load_weights(folder, weights) if weights in store.WEIGHTS else weights.load()
     with torch.device("meta"):  # skip the random initialization

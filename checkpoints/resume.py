@@ -1,4 +1,4 @@
-"""Find and check the checkpoint from which a run starts or resumes. Rank 0 selects it. All ranks must see the same files."""
+"""Select and check the checkpoint from which a run starts or resumes. The main process selects it for all processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
 def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     """Open and lock the folder of a run that starts at step 0, and rename the results of a run with other settings.
 
-    Raise UserError if another process has trained the run since `open_existing_run` looked for it.
+    Raises UserError if another process has trained the run since `open_existing_run` looked for it.
     """
 
     def open_and_rename() -> None:
@@ -100,7 +100,7 @@ def select_initial_checkpoint(run: RunFolder, init_from: str | None, init_state:
 
 
 def resolve_checkpoint_on_main(path: str, key: str, reads: Collection[str]) -> Path:
-    """Call `store.resolve_checkpoint` on rank 0 only, because ranks could find different checkpoints while a run trains."""
+    """Call `store.resolve_checkpoint` in the main process, because others could find another checkpoint while a run trains."""
     return _decide_on_main(lambda: store.resolve_checkpoint(Path(path), key, reads), key)
 
 
@@ -133,7 +133,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes.
 
-    Raise UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
+    Raises UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
     """
     stored = load_config(checkpoint)
     if changed := schema.differences_for("resume", stored, cfg):

@@ -44,7 +44,7 @@ class TrainingLine(BaseModel, strict=True):
 
 
 class EvaluationLine(BaseModel, strict=True):
-    """A line of metrics.jsonl with metrics of samples or held-out latents, and with what identifies the evaluation."""
+    """A line of metrics.jsonl with metrics of samples or held-out latents, and the settings that identify the evaluation."""
 
     step: NonNegativeInt
     num_samples: NonNegativeInt
@@ -60,8 +60,7 @@ KINDS = {"training": ("loss", TrainingLine), "evaluation": ("metrics", Evaluatio
 def read_metrics(file: Path) -> dict[str, list[dict]]:
     """Return the lines of a run's metrics.jsonl by their kind in KINDS. A missing file has no lines.
 
-    Lines of a known kind that lack a field or hold a number that is not finite are left out with a warning. Raise UserError if
-    reading fails.
+    Lines with a missing field or a number that is not finite are left out with a warning.
     """
 
     def check(line: dict) -> None:
@@ -87,7 +86,7 @@ class RunFolder:
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
 
-        Raise UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
+        Raises UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
         """
         if self._lock is not None:
             return
@@ -111,7 +110,7 @@ class RunFolder:
         return False
 
     def _others(self) -> Iterator[Path]:
-        """Yield the contents of the folder that neither an interrupted first start nor a launcher's log explains."""
+        """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
             if not (is_empty or path.name == ".lock" or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
@@ -122,7 +121,7 @@ class RunFolder:
         write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.create(config)))
 
     def wandb_id(self) -> str:
-        """Return the run's Weights & Biases ID, which stays the same when the run resumes. Raise UserError for an invalid ID."""
+        """Return the run's Weights & Biases ID, which stays the same when the run resumes."""
         file = self.path / "wandb_id"
         if not file.exists():
             write_atomically(file, secrets.token_hex(4))
@@ -136,7 +135,7 @@ class RunFolder:
         """Return whether metrics.jsonl contains an evaluation with these fields."""
         return any(key_fields.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
 
-    def metric_at(self, step: int) -> float | None:
+    def objective_at(self, step: int) -> float | None:
         """Return the first metric of the last evaluation at `step`, at the guidance scale where it is lowest.
 
         If the run measures only the validation loss, return that loss. Return None without evaluations.
@@ -147,11 +146,11 @@ class RunFolder:
         alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
-    def keep_until(self, step: int) -> None:
+    def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
 
         def is_later(line: dict) -> bool:
-            return isinstance(line.get("step"), (int, float)) and line["step"] > step  # a line without a step is not ours
+            return isinstance(line.get("step"), (int, float)) and line["step"] > step  # the trainer writes no line without a step
 
         kept = [line for line in read_lines(self.metrics) if not is_later(line)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common.errors import UserError, as_user_error
 from common.files import (
+    describe_write_error,
     hash_bytes,
     hash_file,
     is_leftover,
@@ -35,7 +36,6 @@ from common.files import (
     read_yaml,
     regular_file,
     remove_leftovers,
-    why_not_written,
 )
 from common.progress import log_if_slow
 
@@ -99,7 +99,7 @@ def list_steps(root: Path) -> dict[int, Path]:
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
     """Save `checkpoint` in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
 
-    Raise UserError if writing fails, for example because the disk is full. Earlier checkpoints then remain intact.
+    Raises UserError if writing fails, for example because the disk is full. Earlier checkpoints then remain intact.
     """
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
@@ -114,7 +114,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError if the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
-        problem = why_not_written(final, e, checkpoint.num_bytes)
+        problem = describe_write_error(final, e, checkpoint.num_bytes)
         raise UserError(f"cannot write the checkpoint {final}: {problem}; intact before it: {kept}") from e
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
@@ -152,7 +152,7 @@ def _flush(path: Path) -> None:
 
 
 def list_files(folder: Path) -> dict[str, str]:
-    """Return the hash of each file that a checkpoint's manifest lists. Raise UserError if the manifest cannot be read."""
+    """Return the hash of each file that a checkpoint's manifest lists."""
     file = folder / MANIFEST
     if not file.exists():
         raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
@@ -172,10 +172,9 @@ def verify(folder: Path, reads: Collection[str] | None = None) -> None:
     """Check a checkpoint's files against the manifest, and the folder name against the stored step.
 
     Args:
-        reads: Files that the caller reads besides READ_ALWAYS, if the manifest lists them. None stands for all files. Only these
-            files need to exist and are checked.
+        reads: Files to check besides READ_ALWAYS, if the manifest lists them. None checks all files. Other files may be missing.
 
-    Raise UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
+    Raises UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
     listed = list_files(folder)
@@ -198,7 +197,7 @@ def _read_state(folder: Path) -> dict:
     with reading(folder), as_user_error(folder / "state.json"):
         state = read_json(folder / "state.json")
         if not isinstance(state, dict) or type(state.get("step")) is not int:
-            raise ValueError("it holds no step")
+            raise ValueError("it holds no whole number as step")
         return state
 
 
@@ -223,8 +222,8 @@ _hashes: dict[Path, str] = {}  # hashes of the checkpoints that this process has
 def hash_checkpoint(folder: Path) -> str:
     """Compute the hash of a checkpoint from its manifest, which contains the hashes of all files.
 
-    If the checkpoint was removed after this process had read it, return the same hash, because its network may still be loaded.
-    Raise CheckpointRemoved if the checkpoint is missing otherwise.
+    If a trainer has removed a checkpoint that this process had read, return the earlier hash, because its network may still be
+    loaded. Raises CheckpointRemoved for any other missing checkpoint.
     """
     if folder not in _hashes or folder.exists():
         with reading(folder), as_user_error(file := folder / MANIFEST):
@@ -258,7 +257,7 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_initial(folder: Path) -> Checkpoint:
-    """Load the weights of a verified checkpoint from which another run starts. If the raw weights are missing, use the EMA."""
+    """Load the weights with which another run starts. If a checkpoint has no raw weights, use its EMA for both."""
     state, ema = _read_state(folder), load_weights(folder, "ema")
     model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)
     return Checkpoint(state.pop("step"), model, ema, {}, state, read_config(folder))
@@ -267,7 +266,7 @@ def load_initial(folder: Path) -> Checkpoint:
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
     """Check that the tensors from `file` have the same names, shapes and types as the tensors in `like`.
 
-    Raise UserError, which names the first tensor that differs or is missing on one side.
+    Raises UserError, which names the first tensor that differs or is missing on one side.
     """
     for name in {**like, **given}:
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
@@ -292,7 +291,7 @@ def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
 
 
 def verify_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raise UserError on disk errors.
+    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raises UserError on disk errors.
 
     If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `reads` lists the files that must
     be intact (see `verify`). Warn of newer checkpoints that `list_steps` does not find, because their folders were renamed.
@@ -326,7 +325,7 @@ def warn_of_renamed(root: Path, newest_step: int) -> None:
 
 
 def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:
-    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint. Raise UserError if none exists.
+    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint.
 
     `reads` lists the files that the caller reads (see `verify`).
     """
@@ -348,7 +347,7 @@ def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = N
 
 
 def rename_damaged(folder: Path) -> Path:
-    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips it. Raise UserError if that fails."""
+    """Rename a damaged checkpoint to bad_<name>_<random>, so that `list_steps` skips it."""
     target = folder.with_name(f"bad_{folder.name}_{secrets.token_hex(4)}")
     try:
         return folder.rename(target)

@@ -9,7 +9,7 @@ from common.errors import UserError
 TIMEOUT_SEC = 10.0  # timeout for connecting and for receiving the next byte
 
 
-def find_on_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
+def fetch_from_hub(repository: str, *names: str, otherwise: str) -> list[Path]:
     """Return the paths of a repository's files in the hub's cache. If a file is not in the cache, download all files.
 
     Concurrent processes wait for a single download. Raises UserError if the download fails. The message starts with `otherwise`.

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
-    """A problem with a setting, file or machine that the user can solve. Commands print only the message and exit with code 1."""
+    """A problem with a setting, file or machine that the user can solve. Commands print only the message and exit with code 1.
+
+    Every function that gets a setting or reads or writes a file may raise it, and the message names the key or the file.
+    Docstrings mention it only for conditions that their first lines do not imply.
+    """
 
 
 def first_line(error: Exception) -> str:

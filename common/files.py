@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def regular_file(path: Path) -> Path:
-    """Return `path`, which a caller is about to read, if it is missing, a regular file or a link to one.
+    """Return `path` if it is missing, a regular file or a link to one. Call this function before reading.
 
     Raises UserError for broken links and for other files, because reading a pipe or a device can block forever.
     """
@@ -48,11 +48,11 @@ def refuse_link(path: Path) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder inside a run or an output folder, if it is missing. Raises UserError for links and if creating it fails."""
+    """Create a folder inside a run or an output folder, if it is missing."""
     try:
         refuse_link(path).mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"cannot write to {path}: {why_not_written(path, e)}") from e
+        raise UserError(f"cannot write to {path}: {describe_write_error(path, e)}") from e
 
 
 def _open_own(path: Path) -> IO[bytes]:
@@ -60,7 +60,7 @@ def _open_own(path: Path) -> IO[bytes]:
     return open(regular_file(refuse_link(path)), "a+b")
 
 
-def why_not_written(path: Path, error: Exception, needed_bytes: int | None = None) -> str:
+def describe_write_error(path: Path, error: Exception, needed_bytes: int | None = None) -> str:
     """Describe why a write failed. If the disk may be full, include the free space and, if given, the space that is needed."""
     # torch.save raises its own error while it handles the error from the disk.
     if not isinstance(error, OSError) and isinstance(error.__context__, OSError):
@@ -78,7 +78,7 @@ def why_not_written(path: Path, error: Exception, needed_bytes: int | None = Non
 
 @contextlib.contextmanager
 def open_atomically(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing, and rename it to `path` when the content is complete and on disk. Create the folder.
+    """Open a temporary file, which is renamed to `path` when its content is complete and on disk. Create the folder.
 
     With flush=False, the system decides when the content reaches the disk. Use flush=False for files that can be recreated.
     Raises UserError if the file cannot be written. An earlier file at `path` then stays unchanged.
@@ -93,14 +93,14 @@ def open_atomically(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
                 os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
-        raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
+        raise UserError(f"cannot write {path}: {describe_write_error(path, e)}") from e
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write `content` to a file atomically. Raises UserError if the write fails."""
+    """Write `content` to a file atomically."""
     with open_atomically(path) as f:
         f.write(content.encode() if isinstance(content, str) else content)
 
@@ -128,7 +128,7 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
         folder.mkdir(parents=True, exist_ok=True)
         file = _open_own(path)
     except OSError as e:
-        raise UserError(f"cannot write to {folder}: {why_not_written(path, e)}") from e
+        raise UserError(f"cannot write to {folder}: {describe_write_error(path, e)}") from e
     try:
         is_locked = lock_descriptor(file.fileno(), blocking=False)
     except OSError as e:
@@ -151,7 +151,7 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
 def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") -> Iterator[None]:
     """Create a folder and lock it in the `with` block, as `lock_file` does.
 
-    If the block creates the folder, but writes nothing except the file named `settings`, the folder is removed again.
+    If the folder was new and the block writes nothing but the file named `settings`, the folder is removed again.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     with lock_file(folder / ".lock", activity, key):
@@ -166,23 +166,20 @@ def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") 
 
 
 def append_line(path: Path, record: dict) -> None:
-    """Append `record` as a line of JSON, and return when the line is on disk. Terminate an incomplete last line first.
-
-    Raises UserError if the file cannot be written.
-    """
+    """Append `record` as a line of JSON, and return when the line is on disk. Terminate an incomplete last line first."""
     try:
         with _open_own(path) as f:
             f.seek(max(f.tell() - 1, 0))
-            is_torn = f.read(1) not in (b"", b"\n")
-            f.write((b"\n" if is_torn else b"") + json.dumps(record).encode() + b"\n")
+            is_incomplete = f.read(1) not in (b"", b"\n")
+            f.write((b"\n" if is_incomplete else b"") + json.dumps(record).encode() + b"\n")
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
-        raise UserError(f"cannot write {path}: {why_not_written(path, e)}") from e
+        raise UserError(f"cannot write {path}: {describe_write_error(path, e)}") from e
 
 
 def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Iterator[dict]:
-    """Yield the complete objects in a JSON-lines file. A missing file yields nothing. Raises UserError if reading fails.
+    """Yield the complete objects in a JSON-lines file. A missing file yields nothing.
 
     If `check` is given, objects for which it raises ValueError are left out, and one warning names the file and the first line
     that was left out.
@@ -206,13 +203,13 @@ def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Ite
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises UserError if the file cannot be read or is not valid JSON."""
+    """Parse a JSON file."""
     with as_user_error(path):
         return json.loads(regular_file(path).read_bytes())
 
 
 def read_yaml(path: Path, source: str | None = None) -> dict:
-    """Parse a YAML file that contains a dictionary, without resolving interpolations. Raises UserError for other files.
+    """Parse a YAML file that contains a dictionary, without resolving interpolations.
 
     Aliases are refused, because nested aliases can stand for more values than fit into memory. No command writes aliases.
     Error messages name the file as `source`, or else by its path.

@@ -28,7 +28,7 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. Every method returns one entry per sample. Subclasses define `_draw`.
+    """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `_draw`.
 
     Attributes:
         quantiles: Quantiles in [0, 1] of the noise levels, [B], after `noise_level` has been called.
@@ -60,7 +60,7 @@ class SampleRandom:
 
 
 class SeedRandom(SampleRandom):
-    """Random numbers for sampling. The CPU draws entry i, which depends only on seeds[i] (an integer or a tuple of integers)."""
+    """Random numbers for sampling, drawn on the CPU. Those of sample i depend only on seeds[i], an integer or a tuple of them."""
 
     def __init__(self, seeds: Sequence[int | tuple[int, ...]], device: torch.device, stream: str = "sample"):
         self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]

@@ -1,6 +1,6 @@
-"""Roles say who notices another value of a train.py key: a resume, init_from, autoguidance or the report.
+"""Roles say which commands compare a train.py key: a resume, init_from, guidance.checkpoint or the report.
 
-A key states its role beside its type, as in `lr: Logged[PositiveFloat]`. A key without a role has the role of its group.
+A key declares its role in its type, as in `lr: Logged[PositiveFloat]`. A key without a role has the role of its group.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 T = TypeVar("T")
-# resume, init_state=... and guidance.checkpoint refuse a checkpoint with another value. `log`: a resume accepts and logs it.
-# `report`: runs with other values are other experiments.
+# `resume`, `init_state=...` and `guidance.checkpoint` refuse a checkpoint with another value. `log` means that a resume accepts
+# another value and logs it. `report` means that runs with different values are different experiments.
 Use = Literal["resume", "log", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"]
 
 
 @dataclass(frozen=True)
 class Role:
-    """The uses that notice another value of a key."""
+    """The uses that compare the values of a key."""
 
-    noticed_by: tuple[Use, ...]
+    compared_by: tuple[Use, ...]
 
 
 SameLatents = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"))]
-SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]  # weights: a new label table
+SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]  # else a new label table
 SameWeights = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "report"))]
-SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # what the optimizer continues
-SameAverages = Annotated[T, Role(("resume", "init_state=all"))]  # averages that go on, but do not change the network
+SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # must be equal to continue the optimizer
+SameAverages = Annotated[T, Role(("resume", "init_state=all"))]  # must be equal to continue the tracked EMAs
 SameSeed = Annotated[T, Role(("resume",))]  # the report averages over runs with different values
 SameRun = Annotated[T, Role(("resume", "report"))]
 Logged = Annotated[T, Role(("log", "report"))]
-Compared = Annotated[T, Role(("report",))]  # may change on a resume without a message
+Reported = Annotated[T, Role(("report",))]  # may change on a resume without a message
 Free = Annotated[T, Role(())]  # paths, logging and speed
 
 
 def roles_of(settings: object, group: str = "", role: Role | None = None) -> dict[str, Role]:
-    """Map the dotted keys of settings, and of the groups in it, to their roles. Raise TypeError for a key without a role."""
+    """Map the dotted keys of settings, and of the groups in it, to their roles. Raises TypeError for a key without a role."""
     roles = {}
     for name, field in type(settings).__pydantic_fields__.items():
         key, value = f"{group}{name}", getattr(settings, name)

@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 HELP = {"--help", "-h"}
-# Packages whose errors are about the command line or about a launcher's job, and have clear messages.
+# Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
 
 class FailedRun(Exception):
-    """The error of a run in a sweep. Launchers send it to the process that runs the sweep, where unpickling adds it to `all`.
+    """The error of a run in a sweep. Launchers send it to the sweep's process, where unpickling adds it to `failures`.
 
     Args:
         run: The run's command-line arguments.
@@ -49,11 +49,11 @@ class FailedRun(Exception):
         details: The traceback.
     """
 
-    all: list[FailedRun] = []
+    failures: list[FailedRun] = []
 
     def __init__(self, run: str, text: str, details: str):
         super().__init__(run, text, details)
-        self.all.append(self)
+        self.failures.append(self)
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.args[1]}"
@@ -72,31 +72,31 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     if not any(word.startswith("--info") for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
-    FailedRun.all.clear()
+    FailedRun.failures.clear()
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     try:
-        with end_with_reader(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+        with exit_on_broken_pipe(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
             action()
             leave_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to resume\n")
         sys.exit(128 + signal.SIGINT)
     except FailedRun:
-        pass  # like the other failed runs, it is in FailedRun.all
+        pass  # like the other failed runs, it is in FailedRun.failures
     except Exception as error:
         line = format_error(error, config_name)
         if line is None or wants_traceback:
             raise
         sys.exit(line)
-    if failed := FailedRun.all:
+    if failed := FailedRun.failures:
         lines = [f"- {run}: {details if wants_traceback else text}" for run, text, details in (one.args for one in failed)]
         lines = dict.fromkeys(lines)  # every process of a job reports its error
         sys.exit("\n".join(["error: these runs of the sweep failed", *lines]))
 
 
 @contextlib.contextmanager
-def end_with_reader() -> Iterator[None]:
+def exit_on_broken_pipe() -> Iterator[None]:
     """End the process quietly, as the system ends other programs, if the reader of stdout ends (`| head`)."""
     try:
         try:
@@ -144,7 +144,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
-            claim(settings, Path(context.sweep.dir), " ".join(arguments))
+            reserve_name(settings, Path(context.sweep.dir), " ".join(arguments))
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
@@ -154,15 +154,15 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             raise
         text = re.sub(r"^error[^:]*: ", "", format_error(error) or traceback.format_exc())
         failure = " ".join(arguments), text, traceback.format_exc()
-    # The next run needs the memory that the error's traceback holds, so the new exception does not refer to the error.
+    # Raise outside of `except`, because the error's traceback would keep this run's memory for the next run.
     log.error("%s: %s", *failure[:2])
     if is_connected and launcher == "basic":
         sys.exit(1)
     raise FailedRun(*failure)
 
 
-def claim(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
-    """Note in the sweep's folder which arguments belong to a run. Raises UserError if another run of the sweep has this name."""
+def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
+    """Reserve a run's name in the sweep's folder. Raises UserError if another run of the sweep has this name."""
     try:
         with open(sweep / cfg.name, "x", encoding="utf-8") as file:
             file.write(arguments)
@@ -173,7 +173,7 @@ def claim(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
-    """Resolve the interpolations in a composed configuration and return validated settings. Raises UserError for wrong keys.
+    """Resolve the interpolations in a composed configuration and return validated settings.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
@@ -220,7 +220,7 @@ def run_command(
 
 
 def plain_value(override: Override) -> object:
-    """Return the value of an argument. Raises UserError for values that only a sweep can have."""
+    """Return the value of an argument. Values that only a sweep can have are refused."""
     if override.is_sweep_override():
         argument, key = override.input_line, override.key_or_group
         raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")

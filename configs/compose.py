@@ -49,7 +49,7 @@ OmegaConf.register_new_resolver("help_text", help_text, replace=True)
 
 
 def parse_argument(argument: str) -> Override:
-    """Parse `key=value` by Hydra's grammar. Raises UserError with the reason, and with the way to quote the value."""
+    """Parse `key=value` by Hydra's grammar."""
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException as e:
@@ -57,7 +57,7 @@ def parse_argument(argument: str) -> Override:
 
 
 class RowSource(ConfigSource):
-    """The rows of the tables, which Hydra reads as if they were the files experiment/<name>.yaml in another configs/ folder."""
+    """Presents the rows of the tables to Hydra as the files experiment/<name>.yaml of another configs/ folder."""
 
     files = {f"experiment/{name}": row for name, row in ROWS.items()}
 
@@ -105,10 +105,7 @@ Plugins.instance().register(RowPath)
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
-    """Compose configs/<config_name>.yaml with `overrides`, without resolving interpolations or validating values.
-
-    Raises UserError for overrides that Hydra rejects.
-    """
+    """Compose configs/<config_name>.yaml with `overrides`, without resolving interpolations or validating values."""
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra.compose(config_name, overrides=[*overrides])

@@ -23,9 +23,9 @@ class Row:
     baseline: str | None = None  # name of the dense row that this row is compared with
     paper_guided: dict[str, float] = field(default_factory=dict)  # the paper's figures with guidance=cfg
     num_samples: int = 50_000  # number of samples behind the paper's figures
-    # The paper's figures with other guidance, by the arguments of fid.py that select the guidance, without its scale.
+    # The paper's figures with other guidance, by the fid.py arguments that select the guidance, without its scale.
     paper_by_guidance: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Name of the row whose run has this row's last checkpoint, at the same step. Whoever trains that row need not train this one.
+    # Name of the row whose run passes through this row's last checkpoint. Train that row instead of this one.
     checkpoint_of: str | None = None
 
 

@@ -1,7 +1,7 @@
 """Configuration schema for every command: the keys, their types, and the roles of train.py's keys (see common/roles.py).
 
 Each Hydra group has a class in this module. configs/*.yaml define the values of new runs and explain every key in a comment. A
-default in a class is the value that older runs meant, which did not store the key (see `configs.settings.read_stored`).
+default in a class is the value that runs used before the key existed (see `configs.settings.read_stored`).
 Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`. Importing torch takes seconds, so
 the modules of the chosen network and diffusion are imported only after all other keys are validated.
 """
@@ -29,9 +29,9 @@ from common import types
 from common.errors import UserError
 from common.files import hash_bytes
 from common.roles import (
-    Compared,
     Free,
     Logged,
+    Reported,
     SameAverages,
     SameClasses,
     SameLatents,
@@ -76,7 +76,7 @@ def parse_numbers(spec: str | int | list) -> list[int]:
 
 
 def parse_classes(spec: str | int | list) -> list[int | str]:
-    """Parse class numbers, ranges of numbers and class names: `[0-2,color]` -> [0, 1, 2, "color"]. Raises ValueError."""
+    """Parse class numbers, ranges of numbers and class names: `[0-2,color]` -> [0, 1, 2, "color"]."""
     classes: list[int | str] = []
     for part in ",".join(map(str, as_list(spec))).split(","):
         classes += parse_numbers(part) if re.fullmatch(r"[\d\s-]*", part) else [part.strip()]
@@ -130,7 +130,7 @@ class Model(Settings):
         return look_up_sizes(self.backbone, self.module.BACKBONES)
 
     def build(self, data: Data) -> Any:
-        """Build the network, a `dit.DiT`, for latents whose data.* keys are set. Raise UserError for invalid routes or sizes."""
+        """Build the network, a `dit.DiT`, for latents whose data.* keys are set."""
         settings = {key: value for key, value in self if key not in ("name", "backbone")}
         settings |= {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
         try:
@@ -152,9 +152,9 @@ class SPRINTModel(Model):
 class Data(Settings):
     """Training data settings. `training.build.open_data` reads the values of keys that are None from the latents."""
 
-    name: Compared[FolderName]
+    name: Reported[FolderName]
     path: Free[Text | None]
-    autoencoder: Compared[AutoencoderSpec | None]
+    autoencoder: Reported[AutoencoderSpec | None]
     in_channels: SameLatents[PositiveInt | None]
     input_size: SameLatents[PositiveInt | None]
     num_classes: SameClasses[PositiveInt | None]
@@ -162,7 +162,7 @@ class Data(Settings):
     scale_factor: SameLatents[PositiveFloat | None] = None
     latents_mean: SameLatents[list[FiniteFloat] | None] = None
     latents_std: SameLatents[list[PositiveFloat] | None] = None
-    resolution: Compared[PositiveInt | None] = None
+    resolution: Reported[PositiveInt | None] = None
 
 
 class Disabled(Settings):
@@ -214,7 +214,7 @@ class Sparse(Bounded):
     weights: Weights = "ema"
 
     @property
-    def moves(self) -> bool:
+    def has_moving_ratios(self) -> bool:
         """Whether a ratio moves over the noise levels."""
         return (self.r_strong_last, self.r_weak_last) != (None, None)
 
@@ -230,7 +230,7 @@ Guidance = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidanc
 
 
 class Train(Settings):
-    num_steps: Compared[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
+    num_steps: Reported[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: SameRun[PositiveInt]
     grad_accum_steps: Free[PositiveInt]
     optimizer: SameState[Literal["adamw"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
@@ -270,18 +270,18 @@ class Sample(Settings):
     num_samples: Free[Annotated[int, Field(ge=1, le=10**4)]]  # one grid shows all samples
     batch_size: Free[PositiveInt]
     precision: Free[Precision]
-    rounding: Compared[Literal["round", "truncate"]]
+    rounding: Reported[Literal["round", "truncate"]]
 
 
 class Eval(Settings):
     every: Free[NonNegativeInt | None]
     num_samples: Free[PositiveInt]
     final_num_samples: Free[PositiveInt | None]
-    labels: Compared[Labels]
+    labels: Reported[Labels]
     cfg_scales: Free[Annotated[list[FiniteFloat], Field(min_length=1)]]
-    num_steps: Compared[PositiveInt | None]
+    num_steps: Reported[PositiveInt | None]
     batch_size: Free[PositiveInt]
-    precision: Compared[Precision]
+    precision: Reported[Precision]
     validation: Free[Text | None]
     guidance: Free[Guidance] = Disabled(name="none")
 
@@ -294,7 +294,7 @@ class Eval(Settings):
 
 
 class EvaluationSettings(Settings):
-    detector: Compared[OneOrMany[Detector] | None]
+    detector: Reported[OneOrMany[Detector] | None]
     detector_weights: Free[Text | None]
     dinov2_weights: Free[Text | None]
     background: Free[Colour | None]
@@ -345,7 +345,7 @@ class TrainConfig(Settings):
         return self
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """Name the run after its default name and the typed keys with their values, unless the user typed a name.
+        """Append the overridden keys and their values to the default run name, unless the user set a name.
 
         The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
         name covers (data, model, experiment and its seed). A name longer than MAX_NAME_LENGTH is shortened with a hash.
@@ -359,7 +359,7 @@ class TrainConfig(Settings):
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
-            if known and {"resume", "log"} & {*roles[known].noticed_by} and key not in in_default:
+            if known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default:
                 value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
                 parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
@@ -414,7 +414,7 @@ class SampleConfig(_Sampling):
 
 
 class ImageSettings(Settings):
-    """The settings.yaml of a folder of images: all that determines an image, except its seed. A new key needs a default."""
+    """The settings.yaml of a folder of images: everything that determines an image except its seed. A new key needs a default."""
 
     checkpoint: str  # hash of the checkpoint's files
     weights: Weights
@@ -428,10 +428,7 @@ class ImageSettings(Settings):
 
 
 def combinations(chosen_from: dict) -> list[dict]:
-    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}].
-
-    Raises UserError if a key is an empty list.
-    """
+    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
     if empty := [key for key, values in chosen_from.items() if values == []]:
         raise UserError(f"{empty[0]}=[] lists no value")
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
@@ -439,7 +436,7 @@ def combinations(chosen_from: dict) -> list[dict]:
 
 class FidConfig(_Sampling):
     # The keys that apply to images on disk. All other keys apply only to sampling from checkpoints.
-    for_images: ClassVar = {
+    keys_for_images: ClassVar = {
         "images", "convert_to_rgb", "reference", "evaluation", "num_samples", "batch_size", "cpu_threads", "output",
     }  # fmt: skip
 
@@ -481,4 +478,4 @@ def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:
 def differences_for(use: Use, stored: TrainConfig, current: TrainConfig) -> list[str]:
     """Return the `differences` of two training configurations in the keys whose role names `use`."""
     roles = roles_of(stored) | roles_of(current)
-    return [line for line in differences(stored, current) if use in roles[line.partition(":")[0]].noticed_by]
+    return [line for line in differences(stored, current) if use in roles[line.partition(":")[0]].compared_by]

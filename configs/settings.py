@@ -20,7 +20,7 @@ class Settings(BaseModel):
     """Base class for frozen settings. Unknown keys, missing keys and values of the wrong type raise an error."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)  # pydantic builds it on first use
-    removed: ClassVar[dict[str, Any]] = {}  # removed keys, such as train.lr, that `read_stored` accepts with this value
+    removed_keys: ClassVar[dict[str, Any]] = {}  # removed keys, and the only value of each that this version supports
 
 
 S = TypeVar("S", bound=Settings)
@@ -34,7 +34,7 @@ def as_list(value: T | list[T]) -> list[T]:
 
 
 def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyType({})) -> T:
-    """Convert `raw` to an instance of a settings class or dataclass. Raises UserError with one line for every wrong key.
+    """Convert `raw` to an instance of a settings class or dataclass.
 
     `typed` contains values as the user typed them, by dotted key. Text that looks like a number, such as 2024_11_25, is taken
     from `typed`, because Hydra reads it as the number 20241125.
@@ -86,11 +86,11 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
 def read_stored(raw: dict, kind: type[S], source: object) -> S:
     """Convert settings that an earlier version may have stored in the file `source` to settings of this version.
 
-    A key that the file lacks gets the default in `kind`, which is the value that earlier versions meant. A key in `kind.removed`
-    is accepted with the value there. Raises UserError with one line that names all unknown, missing and wrong keys.
+    A key that the file lacks gets the default in `kind`, which is the value that earlier versions used. A key in
+    `kind.removed_keys` is accepted with the value there. The UserError names all unknown, missing and wrong keys in one line.
     """
     raw, problems = deepcopy(raw), []
-    for key, value in kind.removed.items():
+    for key, value in kind.removed_keys.items():
         *groups, name = key.split(".")
         group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
         if (stored := group.pop(name, value)) != value:

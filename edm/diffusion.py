@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Compared, SameLatents, SameWeights
+from common.roles import Reported, SameLatents, SameWeights
 from common.types import FiniteFloat, PositiveFloat, settings
 from edm.sampler import HeunSampler
 
@@ -29,7 +29,7 @@ class EDM:
     sigma_data: SameWeights[PositiveFloat] = 0.5
     P_mean: FiniteFloat = -1.2
     P_std: PositiveFloat = 1.2
-    sampler: Compared[HeunSampler] = HeunSampler()
+    sampler: Reported[HeunSampler] = HeunSampler()
     name: SameLatents[Literal["edm"]] = "edm"  # selected with diffusion=edm
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -75,7 +75,7 @@ def _network(metadata: dict) -> nn.Module:
 class ClassifierDetector:
     """Computes pooled features and class logits of square images with a fixed size. `train_detector` writes the weights file.
 
-    `name` is `digits` or `small-<set>`. Raises UserError if the weights file cannot be read or belongs to another detector.
+    `name` is `digits` or `small-<set>`.
     """
 
     def __init__(self, name: str, weights: Path, device: torch.device | str = "cpu"):

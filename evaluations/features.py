@@ -61,7 +61,7 @@ class Detector(Protocol):
 
 
 def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy images to the device. Raises UserError if the images are not uint8 with shape [N, H, W, 3]."""
+    """Copy uint8 images [N, H, W, 3] to the device."""
     x = torch.as_tensor(images)
     if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != 3:
         raise UserError(f"images are {x.dtype} {list(x.shape)}; a detector takes uint8 [N, H, W, 3]")

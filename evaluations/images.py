@@ -36,11 +36,11 @@ STATISTICS_KEYS = {
 }
 
 
-def fixed_order(num_images: int) -> np.ndarray:
+def evaluation_order(num_images: int) -> np.ndarray:
     """Return the order in which evaluations take images from a set on disk, int64 [N]: always the same random permutation.
 
-    Files are often sorted by class, so that consecutive images are no random part of the set. The order depends only on the size
-    of the set. Two sets of equal size therefore keep their pairs.
+    Files are often sorted by class, so the first images would not be a random sample. The order depends only on the size of the
+    set, so that the images of two sets of equal size remain paired.
     """
     return np.random.default_rng(0).permutation(num_images)
 
@@ -57,10 +57,7 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-        """Yield the images with the ascending indices `items`, or all images, in uint8 batches [b, H, W, 3].
-
-        Raises UserError if an image cannot be read.
-        """
+        """Yield the images with the ascending indices `items`, or all images, in uint8 batches [b, H, W, 3]."""
         ...
 
     def quick_fingerprint(self) -> str:
@@ -212,7 +209,7 @@ class NpzImages:
 def open_images(
     path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
 ) -> ImageFolder | NpzImages:
-    """Open a folder as an `ImageFolder`, or an .npz file as `NpzImages`. Raises UserError if the images cannot be used."""
+    """Open a folder as an `ImageFolder`, or an .npz file as `NpzImages`."""
     path = Path(path)
     if path.is_dir():
         return ImageFolder(path, convert_to_rgb, crop, background)

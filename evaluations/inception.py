@@ -30,7 +30,7 @@ SPATIAL_CHANNELS = 7  # ADM uses the first 7 channels of mixed_6, which give abo
 def fetch_weights() -> Path:
     """Return the path of the published weights (96 MB). Download the file to $TORCH_HOME/hub/checkpoints if it is missing.
 
-    If several processes call this function, one process downloads the file while the others wait. Raises UserError on failure.
+    If several processes call this function, one process downloads the file while the others wait.
     """
     file = Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS_NAME
     if not file.exists():
@@ -54,7 +54,7 @@ def fetch_weights() -> Path:
 class InceptionDetector:
     """Computes ADM's pool3 features [N, 2048], spatial features [N, 2023], and logits [N, 1008] without the last layer's bias.
 
-    `weights` is a torch-fidelity or pytorch-fid file. Raises UserError if the file is missing, damaged or for another network.
+    `weights` is a torch-fidelity or pytorch-fid file.
     """
 
     name = "inception"
@@ -73,16 +73,16 @@ class InceptionDetector:
         if not sha256.startswith(WEIGHTS_SHA256):
             log.warning("%s is not the published Inception (SHA-256 %s...): do not compare with papers", file, sha256[:8])
         # TensorFlow's mixed_6/conv is the output (after the ReLU) of the 1x1 branch in the block that PyTorch calls Mixed_6d.
-        self._net.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+        self._net.Mixed_6d.branch1x1.register_forward_hook(self._store_spatial)
         self._net.to(self.device, memory_format=torch.channels_last if self.device.type == "cuda" else torch.preserve_format)
 
-    def _keep(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        self._kept = output[:, :SPATIAL_CHANNELS]  # [N, 7, 17, 17]
+    def _store_spatial(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        self._spatial = output[:, :SPATIAL_CHANNELS]  # [N, 7, 17, 17]
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
         """Compute features of uint8 images [N, H, W, 3] of any size on the detector's device."""
         with full_float32():
             pool, logits = self._net(to_device(images, self.device).permute(0, 3, 1, 2))
-        spatial = self._kept.permute(0, 2, 3, 1).flatten(1)  # flattened in TensorFlow's NHWC order
+        spatial = self._spatial.permute(0, 2, 3, 1).flatten(1)  # flattened in TensorFlow's NHWC order
         return Features(self.name, pool=pool, logits=logits, spatial=spatial)

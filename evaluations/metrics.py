@@ -156,7 +156,7 @@ def precision_recall(reference: Tensor, samples: Tensor, tile_size: int = 2048) 
 def squared_radii(x: Tensor, tile_size: int) -> Tensor:
     """Compute the squared distance from each point in x [N, D] to its third nearest neighbour. Returns a tensor [N].
 
-    Each distance is at least the rounding error of a zero distance, so that the ball around a point contains its duplicates.
+    Each is at least the rounding error of a zero distance, so that the ball around a point contains its duplicates.
     """
     nearest = x.new_full((len(x), NUM_NEIGHBOURS), float("inf"))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.downloads import find_on_hub
+from common.downloads import fetch_from_hub
 from common.errors import UserError, as_user_error
 from common.files import hash_file
 from evaluations.features import Features, to_device
@@ -56,7 +56,7 @@ class Encoder:
     ):
         self.device, self.preprocessing, self.precision = torch.device(device), preprocessing, precision
         net, *normalisation = _build(name, input_size)  # invalid arguments raise an error before the download
-        file = find_encoder_weights(name) if weights is None else Path(weights)
+        file = fetch_encoder_weights(name) if weights is None else Path(weights)
         _load(net, file, preprocessing)
         self.weights_hash = hash_file(file) + ("" if precision == "fp32" else f"-{precision}")
         self.net = net.float().to(self.device).eval().requires_grad_(False)
@@ -108,10 +108,10 @@ def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tu
     return net, published.mean, published.std
 
 
-def find_encoder_weights(name: str) -> Path:
-    """Find or download timm weights in the Hugging Face cache. Raises UserError if the download fails."""
+def fetch_encoder_weights(name: str) -> Path:
+    """Find or download timm weights in the Hugging Face cache."""
     otherwise = f"give the weights file of {name}, or run `python prepare_latents.py fetch encoder={name}`"
-    return find_on_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
+    return fetch_from_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 
 
 def _load(net: nn.Module, file: Path, preprocessing: str) -> None:

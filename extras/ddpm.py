@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Compared, SameLatents
+from common.roles import Reported, SameLatents
 from common.types import Steps, settings
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # from arXiv 2006.11239, section 4; DiT uses the same values
@@ -72,14 +72,14 @@ class AncestralSampler:
         """
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS does not support float64
         timesteps, C = self.timesteps(), noise.shape[1]
-        kept = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]
-        log_variances = log_variance_bounds(kept)
+        visited_alpha_bars = [1.0, *(float(alpha_bars()[t]) for t in timesteps)]
+        log_variances = log_variance_bounds(visited_alpha_bars)
         x = noise.to(dtype)
         for i in reversed(range(self.num_steps)):
             ts = torch.full((len(x),), float(timesteps[i]), dtype=torch.float32, device=x.device)
             out = denoiser(x.float(), ts, y).to(dtype)
             D_x, v = out[:, :C], out[:, C:]
-            alpha_bar_prev, alpha_bar = kept[i], kept[i + 1]
+            alpha_bar_prev, alpha_bar = visited_alpha_bars[i], visited_alpha_bars[i + 1]
             if self.solver == "ddim":
                 eps = (x - math.sqrt(alpha_bar) * D_x) / math.sqrt(1 - alpha_bar)
                 x = math.sqrt(alpha_bar_prev) * D_x + math.sqrt(1 - alpha_bar_prev) * eps
@@ -112,7 +112,7 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
 class DDPM:
     """DDPM's denoiser and sampler, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 
-    sampler: Compared[AncestralSampler] = AncestralSampler()
+    sampler: Reported[AncestralSampler] = AncestralSampler()
     name: SameLatents[Literal["ddpm"]] = "ddpm"  # selected by diffusion=ddpm
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:

@@ -30,7 +30,7 @@ from runtime.processes import on_main
 
 log = logging.getLogger(__name__)
 
-FILE = "tracked_ema"  # file name in checkpoints, which store averages in float32 (snapshots use float16)
+TRACKED_EMA = "tracked_ema"  # file name in checkpoints, which store averages in float32 (snapshots use float16)
 MAX_ERROR = 0.1  # largest accepted profile error, relative to the norm of the profile
 NUM_CELLS = 10_000  # number of cells into which least squares divides the run's steps
 
@@ -49,15 +49,15 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
     return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
-def open_profiles(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `solve`."""
+def fit_snapshots(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
+    """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `fit_profile`."""
     step, lengths = store.read_step(folder), load_config(folder).train.ema_lengths
     files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
-    files[step] = folder / f"{FILE}.safetensors"
-    return files, lengths, *solve([(t, x) for t in files for x in lengths], (step, length))
+    files[step] = folder / f"{TRACKED_EMA}.safetensors"
+    return files, lengths, *fit_profile([(t, x) for t in files for x in lengths], (step, length))
 
 
-def check_length(folder: Path, weights: str, length: float) -> str:
+def check_and_hash(folder: Path, weights: str, length: float) -> str:
     """Check that an EMA of this length can be computed for a verified checkpoint.
 
     Returns:
@@ -68,9 +68,9 @@ def check_length(folder: Path, weights: str, length: float) -> str:
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
-    if f"{FILE}.safetensors" not in store.list_files(folder):
-        raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, which track averages")
-    files, lengths, _, error = open_profiles(folder, length)
+    if f"{TRACKED_EMA}.safetensors" not in store.list_files(folder):
+        raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages")
+    files, lengths, _, error = fit_snapshots(folder, length)
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
     if error > MAX_ERROR:
@@ -88,11 +88,11 @@ class Average:
     length: float
 
     def load(self) -> dict[str, Tensor]:
-        """Load the averaged weights. Rank 0 computes the averages and broadcasts them to the other ranks."""
+        """Load the averaged weights. The main process computes the averages and broadcasts them."""
         sums: dict[str, Tensor] = {}
 
         def add_up() -> list[str]:
-            files, lengths, factors, error = open_profiles(self.folder, self.length)
+            files, lengths, factors, error = fit_snapshots(self.folder, self.length)
             message = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
             log.info(message, self.length, len(files), 100 * error)
             keys = [f"{length:g}" for length in lengths]
@@ -110,7 +110,7 @@ class Average:
         return store.load_weights(self.folder, "ema") | averages  # tensors that are not trained come from the EMA file
 
 
-def solve(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
+def fit_profile(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:
     """Fit the wanted profile with a weighted sum of the tracked profiles. Return the factors and the relative L2 error.
 
     Each profile is specified as (number of steps, length).

@@ -12,7 +12,7 @@ from checkpoints import store
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import hash_bytes, write_atomically
-from extras.posthoc_ema import FILE, gamma_from_length, list_snapshots
+from extras.posthoc_ema import TRACKED_EMA, gamma_from_length, list_snapshots
 from runtime.processes import on_main
 from training.ema import EMA
 from training.trainer import Hook, Trainer
@@ -45,7 +45,7 @@ class TrackedEMA(EMA):
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
-        return super().states() | {FILE: tracked}
+        return super().states() | {TRACKED_EMA: tracked}
 
 
 class Snapshots(Hook):
@@ -60,7 +60,7 @@ class Snapshots(Hook):
     def _write(self, trainer: Trainer) -> None:
         if trainer.step == trainer.first_step and trainer.step in list_snapshots(self.run.path):
             return
-        content = save({name: average.half().cpu() for name, average in trainer.ema.states()[FILE].items()})
+        content = save({name: average.half().cpu() for name, average in trainer.ema.states()[TRACKED_EMA].items()})
         for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
             if step > trainer.first_step:  # the snapshot was saved before the run resumed from an earlier step
                 file.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.downloads import find_on_hub
+from common.downloads import fetch_from_hub
 from common.errors import UserError, first_line
 from common.files import read_json
 from common.progress import log_if_slow
@@ -21,8 +21,8 @@ SD_VAES = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")
 SD_VAE = f"sd-vae:{SD_VAES[0]}"
 SD_SCALE = 0.18215  # scales SD-VAE latents from a standard deviation of about 5.5 to about 1
 # Maximum number of pixels per autoencoder call, which limits the memory use. 2**20 pixels are 16 images of 256x256 pixels.
-DECODED_PIXELS = 2**20  # the largest decoder activations have 256 channels and occupy 1 GiB each
-ENCODED_PIXELS = 2**22  # the largest encoder activations have 128 channels and occupy 2 GiB each
+MAX_DECODED_PIXELS = 2**20  # the largest decoder activations have 256 channels and occupy 1 GiB each
+MAX_ENCODED_PIXELS = 2**22  # the largest encoder activations have 128 channels and occupy 2 GiB each
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
@@ -74,14 +74,14 @@ class KLAutoencoder:
 
     @torch.no_grad()
     def encode_moments(self, images: Tensor) -> Tensor:
-        slices = images.split(max(ENCODED_PIXELS // images[0, 0].numel(), 1))
+        slices = images.split(max(MAX_ENCODED_PIXELS // images[0, 0].numel(), 1))
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             posteriors = [self.vae.encode(part).latent_dist for part in slices]
         return torch.cat([torch.cat([p.mean, p.logvar], dim=1) for p in posteriors]).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        slices = latents.split(max(DECODED_PIXELS // (latents[0, 0].numel() * self.downsampling**2), 1))
+        slices = latents.split(max(MAX_DECODED_PIXELS // (latents[0, 0].numel() * self.downsampling**2), 1))
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 
@@ -91,7 +91,7 @@ Autoencoder = Identity | KLAutoencoder
 def find_weights(spec: str) -> Path | None:
     """Return the path of an autoencoder's weights. Download weights from the hub if the local cache does not contain them.
 
-    Return None for autoencoders without weights. Raise UserError if the weights do not exist or if the download fails.
+    Return None for autoencoders without weights.
     """
     kind, _, source = spec.partition(":")
     if kind == "va-vae":
@@ -103,14 +103,14 @@ def find_weights(spec: str) -> Path | None:
     if Path(source).is_dir():
         return Path(source)
     otherwise = f"autoencoder={spec}: there is no such folder; give a folder, or a hub id that prepare_latents.py fetched"
-    return find_on_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
+    return fetch_from_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
 def _scale_and_factor(config: dict) -> tuple[float, int]:
     return float(config["scaling_factor"]), 2 ** (len(config["block_out_channels"]) - 1)
 
 
-def known_scale_and_factor(spec: str) -> tuple[float, int] | None:
+def known_scale_and_downsampling(spec: str) -> tuple[float, int] | None:
     """Return an autoencoder's (scale factor, downsampling factor) without loading it, or None if the factors are unknown."""
     kind, _, source = spec.partition(":")
     known = {"identity": (Identity.scale_factor, Identity.downsampling), "va-vae": (1.0, 16)}
@@ -133,7 +133,7 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
         UserError: If `spec` is `none` or cannot be loaded, or if the autoencoder does not have `channels` channels.
     """
     if spec == "none":
-        raise UserError("autoencoder=none: these latents name no autoencoder; give autoencoder= to decode them")
+        raise UserError("autoencoder=none: the shards name no autoencoder; set autoencoder= to decode them")
     if spec != "identity":
         return KLAutoencoder(spec, device, channels, precision)
     if channels not in (None, 1, 3):

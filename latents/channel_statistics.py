@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latents.shards import LatentDataset, ShardInfo, mean_and_log_variance, normalize_latents, spread_items
+from latents.shards import LatentDataset, ShardInfo, evenly_spaced_items, mean_and_log_variance, normalize_latents
 
 # Usual range of the network input's standard deviation divided by sigma_data. With EDM's sigma_data of 0.5, this ratio is 1.5 to
 # 2 for scaled SD-VAE latents, 10 for unscaled latents, and 0.3 for latents that were scaled twice.
@@ -31,7 +31,7 @@ def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.sqrt(np.maximum(square - mean**2, 0))
 
 
-def for_network(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[list[float], list[float]]:
+def to_network_scale(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[list[float], list[float]]:
     """Convert per-channel means and standard deviations from the scale of the stored latents to that of the network input."""
     normalized = normalize_latents(torch.from_numpy(mean).reshape(-1, 1, 1), info)
     return normalized.flatten().tolist(), (std * info.scale_factor / (info.latents_std or 1.0)).tolist()
@@ -39,9 +39,9 @@ def for_network(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tuple[lis
 
 def estimate_std(dataset: LatentDataset) -> float:
     """Estimate the standard deviation of the network input over all channels from 256 evenly spaced items of the data set."""
-    items = spread_items(len(dataset), 256)
+    items = evenly_spaced_items(len(dataset), 256)
     sums = channel_sums(dataset.fetch(items, np.zeros(len(items), dtype=bool))[0], dataset.info.kind)
-    return overall_std(*for_network(*mean_and_std(sums), dataset.info))
+    return overall_std(*to_network_scale(*mean_and_std(sums), dataset.info))
 
 
 def are_mirrored(latents: Tensor, flipped: Tensor) -> bool:

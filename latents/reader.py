@@ -29,7 +29,7 @@ class FileReader:
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(lambda path: FileIO(regular_file(path)))
 
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Read file `number` at byte `offset` into `part`, uint8 [n]. Raise UserError if the file is truncated or unreadable."""
+        """Read file `number` at byte `offset` into `part`, uint8 [n]."""
         path = self.files[number]
         try:
             file = self._open(path)

@@ -93,7 +93,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
     for name in {*_STORED} & tensors.keys():
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
-            raise UserError(f"{path}: {name} of item {finite.index(False)} are not finite as {tensors[name].dtype}")
+            raise UserError(f"{path}: {name} of item {finite.index(False)} hold NaN or infinity in {tensors[name].dtype}")
     metadata = asdict(info) | ({"provenance": provenance} if provenance else {})
     metadata["hash"] = _hash(tensors, metadata)
     return save(tensors, metadata={"about": json.dumps(metadata)})  # one entry, because safetensors orders entries randomly
@@ -108,7 +108,7 @@ def _hash(tensors: dict[str, Tensor], metadata: dict) -> str:
 
 
 def read_header(file: Path) -> tuple[dict, dict[str, int]]:
-    """Read the header of a safetensors file and return (metadata, starts). Raise UserError for other file formats.
+    """Read the header of a safetensors file and return (metadata, starts).
 
     `metadata` contains the fields of ShardInfo and `hash`, and for shards from `encode` or `convert` also `provenance`. For other
     safetensors files, `metadata` is {}. `starts` maps each tensor name to the tensor's offset in the file.
@@ -133,35 +133,32 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     """Raise UserError if a shard's tensors have invalid names, shapes, dtypes or labels."""
     contents = ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in shard.items())
 
-    def need(is_so: bool, what: str) -> None:
-        if not is_so:
-            raise UserError(f"{file} holds {contents}; a latent shard needs {what}")
+    def require(condition: bool, expected: str) -> None:
+        if not condition:
+            raise UserError(f"{file} holds {contents}; a latent shard needs {expected}")
 
-    need({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
+    require({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
     latents, labels = shard["latents"], shard["labels"]
-    need(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
+    require(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
-    need((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
-    need(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
-    need(min(latents.shape[1:]) > 0, "latents [M, C, H, W] with C, H and W above 0")
+    require((flips.shape, flips.dtype) == (latents.shape, latents.dtype), "latents_flip like latents")
+    require(info.kind == "sample" or latents.shape[1] % 2 == 0, "an even number of channels for kind=moments")
+    require(min(latents.shape[1:]) > 0, "latents [M, C, H, W] with C, H and W above 0")
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
-    need(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
-    need(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
+    require(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
+    require(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
     are_classes = ((labels >= 0) & (labels < info.num_classes)).all()
-    need(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
-    need("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
+    require(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
+    require("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
-def spread_items(num_items: int, at_most: int) -> np.ndarray:
+def evenly_spaced_items(num_items: int, at_most: int) -> np.ndarray:
     """Return up to `at_most` evenly spaced item indices, int64 [n], which include the first and the last item."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards.
-
-    Raise UserError if a shard is not a regular file.
-    """
+    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards."""
     return sorted(regular_file(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
@@ -193,7 +190,7 @@ class _Manifest(_Open):
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Read a folder's manifest, or return None if the file is missing. Raise UserError if the file does not describe latents."""
+    """Read a folder's manifest, or return None if the file is missing."""
     file = folder / MANIFEST
     if not os.path.lexists(file):
         return None
@@ -298,7 +295,7 @@ class LatentDataset:
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Read latents and labels like `fetch`, and also the images, uint8 [b, R, R, 3]. `has_images` must be True.
 
-        Mirror the images where `flips` is True. Raise UserError if an image is not a JPEG file of R x R pixels.
+        Mirror the images where `flips` is True. Raises UserError if an image is not a JPEG file of R x R pixels.
         """
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":

@@ -34,7 +34,7 @@ class TarItem:
 def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     """List the members with one of `extensions` in a tar, or in all tars below a folder, sorted by path. Labels are in <key>.cls.
 
-    Raise UserError if a tar is compressed or damaged, or if another tar follows in the same file. Also raise UserError if a key
+    Raises UserError if a tar is compressed or damaged, or if another tar follows in the same file. Also raises UserError if a key
     contains a dot, if a key has no label, no member or two members, or if a label is not an integer.
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))

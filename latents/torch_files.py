@@ -17,7 +17,7 @@ from common.files import regular_file
 def load_tensors(file: Path) -> Any:
     """Load a tensor, or dictionaries and lists of tensors, from a safetensors file or a torch.save file.
 
-    Raise UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
+    Raises UserError if the file is damaged or unreadable, or if it contains other objects, whose pickles could execute code.
     """
     with as_user_error(file):
         if file.suffix == ".safetensors":
@@ -30,7 +30,7 @@ def load_tensors(file: Path) -> Any:
 
 
 def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float], list[float]]:
-    """Read each channel's mean and standard deviation from LightningDiT's latents_stats.pt. Raise UserError for other files."""
+    """Read each channel's mean and standard deviation from LightningDiT's latents_stats.pt."""
     stored = load_tensors(file)
     try:
         mean, std = (stored[name].double().flatten().tolist() for name in ("mean", "std"))

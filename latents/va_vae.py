@@ -30,7 +30,7 @@ LDM_TO_DIFFUSERS = (
 
 
 def find_va_vae(source: str) -> Path:
-    """Return the weights file `source`, or the only .pt, .ckpt or .safetensors file in that folder. Raise UserError otherwise."""
+    """Return the weights file `source`, or the only .pt, .ckpt or .safetensors file in that folder."""
     path = Path(source)
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
     files = [file for file in files if file.name != "latents_stats.pt"]  # LightningDiT publishes this file with the weights
@@ -52,7 +52,7 @@ def autoencoder_kl() -> type:
 
 
 def load_va_vae(file: Path):
-    """Load a latent diffusion checkpoint into an AutoencoderKL with the same layer sizes. Raise UserError for other files."""
+    """Load a latent diffusion checkpoint into an AutoencoderKL with the same layer sizes."""
     stored = load_tensors(file)
 
     def count(pattern: str) -> int:

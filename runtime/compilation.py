@@ -58,14 +58,14 @@ def compile_network(net: dit.DiT, mode: str) -> None:
 
 def check_machine(train, device: torch.device) -> None:
     """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
-    check_compile("train.compile", train.compile, device)
+    log_compile_mode("train.compile", train.compile, device)
     if train.activation_memory_budget < 1 and resolve_compile(train.compile, device) == "none":
         raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs train.compile=blocks")
     if device.type == "cuda" and train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use train.precision=fp32")
 
 
-def check_compile(key: str, mode: str, device: torch.device) -> None:
+def log_compile_mode(key: str, mode: str, device: torch.device) -> None:
     """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU. Messages start with `key`."""
     if resolve_compile(mode, device) == "blocks":
         log.info("%s=%s: the first step takes about a minute longer, once", key, mode)

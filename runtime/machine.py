@@ -24,9 +24,9 @@ from runtime import processes
 
 log = logging.getLogger(__name__)
 
-# Timeout for collectives. The timeout leaves time for slow compilation or loading, and it ends NCCL hangs, which idle all GPUs.
+# Timeout of collectives: long enough for compilation and loading, and short enough to end an NCCL hang, which idles all GPUs.
 # While one process works alone, the other processes wait in runtime/processes.py, which has its own timeout.
-EXCHANGE_TIMEOUT = timedelta(minutes=20)
+COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 # torch's elastic launcher sets TORCHELASTIC_RUN_ID. accelerate's launcher for one process sets ACCELERATE_DYNAMO_BACKEND.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver is loaded
@@ -34,9 +34,9 @@ _claimed_gpu: socket.socket | None = None  # shows other processes which GPU thi
 
 
 def start_accelerator(
-    cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = EXCHANGE_TIMEOUT, **settings
+    cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = COLLECTIVE_TIMEOUT, **settings
 ) -> Accelerator:
-    """Start accelerate, choose this process's CPU threads and kernels, and log only errors in processes other than the main one.
+    """Start accelerate, and choose this process's CPU threads and kernels. Processes other than the main one log only errors.
 
     `precision` (`fp32` or `bf16`) applies to the networks that accelerate prepares. After `timeout`, a collective fails.
     """
@@ -74,7 +74,7 @@ def start_accelerator(
 
 @contextlib.contextmanager
 def connecting(timeout: timedelta) -> Iterator[None]:
-    """While the `with` block waits for other processes, log what it waits for. Raise UserError if they cannot be reached.
+    """While the `with` block waits for other processes, log what it waits for. Raises UserError if they cannot be reached.
 
     Variables of a launcher that has ended, such as WORLD_SIZE in a shell, make a single process wait for others.
     """

@@ -86,7 +86,7 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check that all processes run the same job. Raises UserError on every process if a sweeper has drawn other values in one."""
+    """Check that all processes run the same job. A random sweeper may draw other values in each process."""
     if _group is None:
         return
     gathered = [None] * dist.get_world_size()
@@ -97,7 +97,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def check_shared(file: Path, key: str) -> None:
-    """Call `check_same` for the content of `file`. A small file shows whether the processes share its folder."""
+    """Check that all processes see the same `file`. One small file shows whether they share its folder."""
     check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
 
 

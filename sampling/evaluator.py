@@ -20,7 +20,7 @@ from common.interruption import until_stopped
 from common.progress import log_if_slow, progress_bar
 from configs import schema
 from evaluations.features import Detector, Features, extract, features_of_images, read_cache, write_cache
-from evaluations.images import ImageSet, NpzImages, fixed_order
+from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
 from sampling.image_sets import holds_shards, open_image_set
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
-    """Build the configured detectors on this process's device. Raises UserError if a detector's weights are missing."""
+    """Build the configured detectors on this process's device."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
 def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
-    """Return the hash of each configured weights file, or None if published weights are used. Raises UserError on read errors."""
+    """Return the hash of each configured weights file, or None if published weights are used."""
     hashes = {}
     for key in ("detector_weights", "dinov2_weights"):
         with as_user_error(f"evaluation.{key}={(file := getattr(settings, key))}"):
@@ -53,9 +53,9 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
             )
         return ClassifierDetector(name, DIGITS_WEIGHTS if name == "digits" else settings.detector_weights, accelerator.device)
     if name == "dinov2":
-        from evaluations.vit import DINOV2_L, DINOv2Detector, find_encoder_weights
+        from evaluations.vit import DINOV2_L, DINOv2Detector, fetch_encoder_weights
 
-        return DINOv2Detector(settings.dinov2_weights or find_encoder_weights(DINOV2_L), accelerator.device)
+        return DINOv2Detector(settings.dinov2_weights or fetch_encoder_weights(DINOV2_L), accelerator.device)
 
     from evaluations.inception import InceptionDetector, fetch_weights
 
@@ -106,6 +106,8 @@ def open_reference(
 class Evaluator:
     """Computes image features on all processes, and metrics against one reference on the main process.
 
+    The main process gets all features, and the other processes get [].
+
     Args:
         cache: Folder that caches the reference features.
 
@@ -123,7 +125,7 @@ class Evaluator:
     def features_of_samples(
         self, sampler: ImageSampler, labels: Mapping[int, int], stop: Callable[[], bool] = lambda: False, name: str = "evaluation"
     ) -> list[Features]:
-        """Sample one image per seed and compute its features with each detector. Returns [] except on the main process.
+        """Sample one image per seed, and compute its features with each detector.
 
         Args:
             labels: Maps each seed to a class.
@@ -137,22 +139,21 @@ class Evaluator:
 
         def compute(start: int, end: int) -> list[Features]:
             own = all_seeds[start:end]
-            own += all_seeds[-1:] * (end - start - len(own))  # all processes have equally many batches, as they call `stop`
+            own += all_seeds[-1:] * (end - start - len(own))  # pad, because all processes must call `stop` equally often
             batches = [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
             images = (sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
             return extract(self.detectors, images)
 
-        return shared_features(self.accelerator, len(labels), compute)
+        return compute_on_all_processes(self.accelerator, len(labels), compute)
 
     def features_of_set(self, images: ImageSet, num_samples: int) -> tuple[list[Features], np.ndarray | None]:
-        """Compute features of the first `num_samples` images in `fixed_order` with each detector. Also return their labels.
+        """Compute features of the first `num_samples` images in `evaluation_order` with each detector. Also return their labels.
 
         If `num_samples` covers all images in the file, the features include statistics stored in the file, as in ADM's evaluator.
-        The features are [] except on the main process.
         """
-        items = fixed_order(len(images))[:num_samples]
+        items = evaluation_order(len(images))[:num_samples]
         ascending = np.sort(items)  # an .npz can only be read forwards
         positions = torch.from_numpy(np.searchsorted(ascending, items))
         features = [x.select(positions) for x in self._features_of(images, self.detectors, ascending)]
@@ -188,18 +189,21 @@ class Evaluator:
         return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], items: Sequence[int]) -> list[Features]:
-        """Compute features of the images with the ascending indices `items`. Returns [] except on the main process."""
+        """Compute features of the images with the ascending indices `items`."""
 
         def compute(start: int, stop: int) -> list[Features]:
-            own = items[start:stop] if start < len(items) else items[-1:]  # a range after the last item contains the last item
+            # A process without items repeats the last one, which is trimmed after gathering.
+            own = items[start:stop] if start < len(items) else items[-1:]
             is_main = self.accelerator.is_main_process
             return features_of_images(images, detectors, self.batch_size, own, show_progress=is_main)
 
-        return shared_features(self.accelerator, len(items), compute)
+        return compute_on_all_processes(self.accelerator, len(items), compute)
 
 
-def shared_features(accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]) -> list[Features]:
-    """Divide `count` items among processes that each call compute(start, stop) once. Returns [] except on the main process.
+def compute_on_all_processes(
+    accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]
+) -> list[Features]:
+    """Divide `count` items among processes, which each call compute(start, stop) once. The main process gets all features.
 
     All processes have ranges of the same length, which may end after the last item. Their features are padded, and trimmed to
     `count` items after gathering.

@@ -13,7 +13,7 @@ from latents.shards import LatentDataset, shard_files
 
 
 class PixelShards:
-    """Images in shards of autoencoder=identity, whose latents are the pixels. Raises UserError for other shards."""
+    """Images in shards of autoencoder=identity, whose latents are the pixels."""
 
     statistics = {}
 

@@ -93,8 +93,8 @@ class PointEvaluator:
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that have no stored results yet. Return the results of all points.
 
-        Points whose weights were removed before they were loaded are left out. Raises CheckpointRemoved if only one checkpoint
-        was given and no point is finished, or if there are several processes.
+        Skip points whose checkpoint a running trainer has removed. Raises CheckpointRemoved instead if there are several
+        processes, or if the only checkpoint was removed before the first result.
         """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
@@ -130,6 +130,6 @@ class PointEvaluator:
             return *self.evaluator.features_of_set(self.images, num_samples), {}
         seeds = range(self.cfg.first_seed, self.cfg.first_seed + num_samples)
         labels = draw_labels(seeds, recipe.run.data.num_classes, self.cfg.labels)
-        sampler = recipe.load(self.accelerator.device, self.cfg.compile)
+        sampler = recipe.load_sampler(self.accelerator.device, self.cfg.compile)
         features = self.evaluator.features_of_samples(sampler, labels, name=name)
         return features, list(labels.values()), sampler.cost

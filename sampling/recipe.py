@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that determine an image. Raises UserError if the guidance settings are not valid for the run.
+    """Settings that determine an image.
 
     Attributes:
         run: Configuration of the run that trains the network, with the data settings filled in.
@@ -78,7 +78,7 @@ class Recipe:
             from extras import posthoc_ema  # imported only for ema_length
 
             average = posthoc_ema.Average(folder, command.ema_length)
-            checkpoint_hash += posthoc_ema.check_length(folder, command.weights, command.ema_length)
+            checkpoint_hash += posthoc_ema.check_and_hash(folder, command.weights, command.ema_length)
         diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
         autoencoder = command.autoencoder or run.data.autoencoder
         return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, checkpoint_hash, average)
@@ -99,14 +99,14 @@ class Recipe:
         ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **guidance_settings(self.guidance), **sampler_settings(self.diffusion), **ema_length}
 
-    def load(self, device: torch.device, compile_mode: str) -> ImageSampler:
+    def load_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
-        return self.image_sampler(net, decoder, device, compile_mode)
+        return self.build_sampler(net, decoder, device, compile_mode)
 
-    def image_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
+    def build_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
         weak = None
         if folder := weak_checkpoint(self.guidance):
@@ -126,8 +126,8 @@ class Recipe:
 
 
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
-    """Return `mode`, or `none` if a recipe's ratios move, because each number of tokens would compile another variant."""
-    return "none" if any(getattr(recipe.guidance, "moves", False) for recipe in recipes) else mode
+    """Return `mode`, or `none` if a recipe's ratios move, because each number of tokens would be compiled separately."""
+    return "none" if any(getattr(recipe.guidance, "has_moving_ratios", False) for recipe in recipes) else mode
 
 
 def weak_checkpoint(settings: schema.Guidance) -> Path | None:
@@ -136,13 +136,13 @@ def weak_checkpoint(settings: schema.Guidance) -> Path | None:
     return None if path is None else Path(path)
 
 
-def routes_shape(run: schema.TrainConfig) -> tuple[int, int]:
+def route_noise_shape(run: schema.TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
     return len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2
 
 
 def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """Override sampler settings, ignoring None values. Raises UserError for an invalid value or an unknown sampler setting."""
+    """Override sampler settings, ignoring None values."""
     chosen = {key: value for key, value in settings.items() if value is not None}
     if unknown := [key for key in chosen if not hasattr(diffusion.sampler, key)]:
         names = ", ".join(vars(diffusion.sampler))
@@ -188,10 +188,10 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
     levels, weak = diffusion.sampler.evaluated_levels(), weak_checkpoint(settings)
-    # Autoguidance's weak network needs no routes, and its checkpoint is not read for them.
-    weak_shape = routes_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
-    inputs = guidance.GuidanceInputs(None, run.data.num_classes, routes_shape(run), None, weak and id, weak_shape, levels)
-    try:  # only builds a denoiser, without calling a network
+    # Only sparse guidance needs the routes of the weak network, so only then its configuration is read.
+    weak_shape = route_noise_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
+    inputs = guidance.GuidanceInputs(None, run.data.num_classes, route_noise_shape(run), None, weak and id, weak_shape, levels)
+    try:  # builds a denoiser, which is never called, so `id` can stand for the weak one
         build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Compared, SameLatents
+from common.roles import Reported, SameLatents
 from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings
 from sit.sampler import FlowSampler
 
@@ -39,7 +39,7 @@ class SiT:
     logit_mean: FiniteFloat = 0.0
     logit_std: PositiveFloat = 1.0
     cosine_weight: NonNegativeFloat = 0.0
-    sampler: Compared[FlowSampler] = FlowSampler()
+    sampler: Reported[FlowSampler] = FlowSampler()
     name: SameLatents[Literal["sit"]] = "sit"  # selected with diffusion=sit
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:

@@ -55,8 +55,8 @@ def test_flops_equal_the_count_of_torch_dense_and_routed(file, backbone, routes)
 
 def test_variants_take_turns_after_they_have_warmed_up():
     calls = []
-    openers = {name: lambda name=name: TimedVariant(lambda: calls.append(name), 4, 1e9) for name in "ab"}
-    records = measure(openers, CPU, rounds=2, steps=3, warmup=2)
+    builders = {name: lambda name=name: TimedVariant(lambda: calls.append(name), 4, 1e9) for name in "ab"}
+    records = measure(builders, CPU, rounds=2, steps=3, warmup=2)
     assert "".join(calls) == "aaa" + "bbb" + "aaaabbbb" * 2  # each turn begins with an untimed call
     assert [record["variant"] for record in records] == ["a", "b"] and records[0]["time / first"] == 1
     assert all(record["images/s"] == pytest.approx(4000 / record["ms"]) for record in records)
@@ -286,9 +286,9 @@ def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(r
 
 def test_every_benchmark_command_of_the_script_is_valid(run_script, tmp_path, monkeypatch, capsys):
     measured = []
-    monkeypatch.setattr(steps, "measure", lambda openers, *_: measured.append(len(openers)))
+    monkeypatch.setattr(steps, "measure", lambda builders, *_: measured.append(len(builders)))
     monkeypatch.setattr(steps, "report", lambda *_: None)
-    monkeypatch.setattr(steps, "open_step", lambda *_: TimedVariant(lambda: torch.ones(2) * 2, 1, 0))  # for profile
+    monkeypatch.setattr(steps, "build_step", lambda *_: TimedVariant(lambda: torch.ones(2) * 2, 1, 0))  # for profile
     run_script()
     for arguments in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines()):
         if "extras.benchmarks" in arguments:

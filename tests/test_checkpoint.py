@@ -303,7 +303,7 @@ def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
     assert not run.has_evaluation({"step": 2, "cfg_scale": 1.5}) and not run.has_evaluation({"step": 1, "cfg_scale": 1.0})
     for name in ("step_0000002.png", "step_0000003.png", "step_best.png"):  # the last file belongs to the user
         (run.samples / name).touch()
-    run.keep_until(2)
+    run.delete_results_after(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:3]
     assert names(run.samples) == ["step_0000002.png", "step_best.png"]
 
@@ -314,7 +314,7 @@ def test_lines_of_metrics_without_a_step_are_kept(tmp_path):
     theirs = [{"step": "three"}, {"step": None}, {"step": {"a": 1}}, {"text": [1]}]
     for line in ({"step": 2}, *theirs, {"step": 4}):
         append_line(run.metrics, line)
-    run.keep_until(3)
+    run.delete_results_after(3)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [{"step": 2}, *theirs]
     assert not run.has_evaluation({"step": 2})
 

@@ -125,9 +125,9 @@ def test_every_key_has_a_role():
         cfg = checked(choices)
         roles = roles_of(cfg)  # raises TypeError for a key without a role
         assert roles.keys() >= flatten(cfg.model_dump()).keys()
-        assert roles["diffusion.sampler.num_steps"].noticed_by == ("report",) and roles["train.log_every"].noticed_by == ()
-        assert "init_state=weights" in roles["diffusion.name"].noticed_by
-        assert roles["model.routes"].noticed_by == ("resume", "report")
+        assert roles["diffusion.sampler.num_steps"].compared_by == ("report",) and roles["train.log_every"].compared_by == ()
+        assert "init_state=weights" in roles["diffusion.name"].compared_by
+        assert roles["model.routes"].compared_by == ("resume", "report")
 
 
 def test_a_key_without_a_role_is_an_error():
@@ -236,7 +236,7 @@ def test_stored_settings_are_read_as_this_version_means_them():
         start: int = 3  # added later
 
     class Run(Settings):
-        removed = {"route.shuffle": False, "seeds": [0]}
+        removed_keys = {"route.shuffle": False, "seeds": [0]}
         route: Route
         name: str
 

@@ -16,7 +16,7 @@ from common.errors import UserError
 from evaluations import features, metrics
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
-from evaluations.images import NpzImages, fixed_order, open_images, write_npz
+from evaluations.images import NpzImages, evaluation_order, open_images, write_npz
 from evaluations.metrics import Statistics, statistics_of
 from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for, small_set
 from sampling import evaluator
@@ -206,7 +206,7 @@ def test_an_image_set_in_the_order_of_its_classes_has_the_figures_of_the_mixed_s
 
 
 def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processes(on_disk, detector, digits, monkeypatch):
-    order = fixed_order(60)
+    order = evaluation_order(60)
     assert order[:4].tolist() == [16, 27, 20, 8] and sorted(order) == [*range(60)]
     metrics_of, images = on_disk(np.arange(60))
     expected = detector.features(digits[0][order[:40]]).pool
@@ -218,7 +218,7 @@ def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processe
         return features.join_features(parts)
 
     torch.testing.assert_close(metrics_of.features_of_set(images, 40)[0][0].pool, expected)
-    monkeypatch.setattr(evaluator, "shared_features", in_three_processes)
+    monkeypatch.setattr(evaluator, "compute_on_all_processes", in_three_processes)
     torch.testing.assert_close(metrics_of.features_of_set(images, 40)[0][0].pool, expected)
     assert ranges == [40]
 
@@ -252,6 +252,6 @@ def test_features_that_four_processes_compute_are_those_of_one_process_in_order(
     monkeypatch.setattr(evaluator, "gather_on_main", gather)
     for rank in (3, 2, 1, 0):  # the main process gathers last
         accelerator = SimpleNamespace(num_processes=4, process_index=rank, is_main_process=rank == 0)
-        found = evaluator.shared_features(accelerator, count, compute)
+        found = evaluator.compute_on_all_processes(accelerator, count, compute)
         assert len(found) == (rank == 0) and len(lengths) == 1  # all processes call collectives equally often
     assert found[0].pool.flatten().tolist() == [*range(count)] and found[0].spatial.shape == (count, 3)

@@ -13,7 +13,7 @@ from test_webdataset import check, npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE, SD_VAE
-from latents.prepare.convert import ConvertConfig, settle_header
+from latents.prepare.convert import ConvertConfig, resolve_header
 from latents.prepare.formats import REPAFolder, open_latents
 
 
@@ -227,7 +227,7 @@ def test_latents_of_no_format_or_several_are_refused_and_native_shards_are_not_c
 
 def test_a_setting_that_a_format_does_not_hold_is_asked_for_by_its_key(tmp_path):
     def describe(source, kind=None, scale=None, autoencoder=None, **keys):
-        return settle_header(source, ConvertConfig("in", "out", kind, scale, autoencoder=autoencoder, **keys))
+        return resolve_header(source, ConvertConfig("in", "out", kind, scale, autoencoder=autoencoder, **keys))
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))

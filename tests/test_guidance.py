@@ -246,12 +246,12 @@ def test_sparse_guidance_with_a_second_network_and_no_skipping_tokens_is_autogui
 
 
 def test_ratios_move_from_exactly_the_first_to_exactly_the_last_value_by_half_a_cosine():
-    assert guidance.move_by_cosine(0.6, 0.0, 3) == pytest.approx([0.6, 0.3, 0.0])
+    assert guidance.cosine_schedule(0.6, 0.0, 3) == pytest.approx([0.6, 0.3, 0.0])
     for first, last in ((0.1, 0.5), (0.7, 0.5), (0.6, 0.0), (0.0, 0.3)):
-        ratios = guidance.move_by_cosine(first, last, 40)
+        ratios = guidance.cosine_schedule(first, last, 40)
         assert (ratios[0], ratios[-1]) == (first, last) and sorted(ratios, reverse=first > last) == ratios
         assert sum(ratios) / 40 == pytest.approx((first + last) / 2)
-    assert guidance.move_by_cosine(0.3, None, 4) == [0.3] * 4 and guidance.move_by_cosine(0.3, 0.9, 1) == [0.3]
+    assert guidance.cosine_schedule(0.3, None, 4) == [0.3] * 4 and guidance.cosine_schedule(0.3, 0.9, 1) == [0.3]
 
 
 @pytest.mark.parametrize(

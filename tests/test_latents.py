@@ -265,8 +265,8 @@ def test_an_sd_vae_loads_from_a_local_folder_and_processes_large_batches_in_slic
     latents, images = torch.randn(5, 4, 4, 4), torch.randn(5, 3, 4, 4)
     assert torch.allclose(vae.decode(latents), kl.decode(latents).sample, atol=1e-6)
     for method, name, limit, batch in (
-        (vae.decode, "decode", "DECODED_PIXELS", latents),
-        (vae.encode_moments, "encode", "ENCODED_PIXELS", images),
+        (vae.decode, "decode", "MAX_DECODED_PIXELS", latents),
+        (vae.encode_moments, "encode", "MAX_ENCODED_PIXELS", images),
     ):
         whole, sizes, run_part = method(batch), [], getattr(vae.vae, name)
         monkeypatch.setattr(vae.vae, name, lambda part, s=sizes, run=run_part: s.append(len(part)) or run(part))

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import close_session
 
 from common import downloads
-from common.downloads import find_on_hub
+from common.downloads import fetch_from_hub
 from common.errors import UserError
 from evaluations import inception
 from latents import autoencoders
@@ -116,25 +116,25 @@ def test_a_missing_autoencoder_is_downloaded_once_and_then_used_without_asking_t
 
 def test_a_hub_that_refuses_connections_gives_a_one_line_error_at_once(seconds):
     with pytest.raises(UserError, match=f"^give one; {NAME} .*cannot be downloaded .*refused") as error:
-        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="give one")
+        fetch_from_hub(NAME, *autoencoders.HUB_FILES, otherwise="give one")
     assert "\n" not in str(error.value)
 
 
 def test_a_hub_that_never_answers_gives_an_error_within_seconds(hub, silent, seconds):
     hub(silent)
     with pytest.raises(UserError, match="cannot be downloaded .*timed out"):
-        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
+        fetch_from_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
 def test_the_error_names_the_offline_mode_of_the_hub(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        find_on_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
+        fetch_from_hub(NAME, *autoencoders.HUB_FILES, otherwise="")
 
 
 def test_the_error_names_an_id_that_the_hub_does_not_know(server):
     with pytest.raises(UserError, match="cannot be downloaded .404.*someone/veo"):
-        find_on_hub("someone/veo", *autoencoders.HUB_FILES, otherwise="")
+        fetch_from_hub("someone/veo", *autoencoders.HUB_FILES, otherwise="")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from checkpoints import load, store
 from checkpoints.resume import check_resume
 from checkpoints.run import RunFolder
 from common.errors import UserError
-from common.roles import Compared, SameRun
+from common.roles import Reported, SameRun
 from common.types import NonNegativeFloat, settings
 from configs import schema
 from configs.command_line import parse_config
@@ -215,7 +215,7 @@ class DampedHeun(HeunSampler):
 
 @settings
 class DampedEDM(EDM):
-    sampler: Compared[DampedHeun] = DampedHeun()
+    sampler: Reported[DampedHeun] = DampedHeun()
 
 
 @pytest.fixture
@@ -289,9 +289,9 @@ def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch)
     (RUN / "config.yaml").write_text(text.replace("  log_every: 3\n", "  log_every: 3\n  fused: true\n"))
     with pytest.raises(UserError, match="^trained/tread/config.yaml cannot be read: unknown keys: train.fused$"):
         load.load_run_config(RUN)
-    monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": True})
+    monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": True})
     assert load.load_run_config(RUN).name == "tread"
-    monkeypatch.setattr(schema.TrainConfig, "removed", {"train.fused": False})
+    monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": False})
     load._load_config.cache_clear()
     with pytest.raises(UserError, match="train.fused=True, but this version has no such key and always uses False"):
         load.load_run_config(RUN)

@@ -159,9 +159,9 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
     folder, snapshots = store.resolve_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
-    identity = posthoc_ema.check_length(folder, "ema", 0.18)
+    identity = posthoc_ema.check_and_hash(folder, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
-    assert posthoc_ema.check_length(folder, "ema", 0.18) == identity
+    assert posthoc_ema.check_and_hash(folder, "ema", 0.18) == identity
     content = bytearray(snapshots[4].read_bytes())
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
@@ -170,8 +170,8 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
     for file in snapshots.values():
         file.unlink()
     with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
-        posthoc_ema.check_length(folder, "ema", 0.18)
-    assert posthoc_ema.check_length(folder, "ema", 0.25) != identity  # it is in the checkpoint
+        posthoc_ema.check_and_hash(folder, "ema", 0.18)
+    assert posthoc_ema.check_and_hash(folder, "ema", 0.25) != identity  # it is in the checkpoint
 
 
 def test_a_length_that_is_given_twice_is_refused():

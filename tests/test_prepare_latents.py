@@ -28,7 +28,7 @@ from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.prepare.images import describe_classes, open_labelled_images
-from latents.prepare.inspect import Originals
+from latents.prepare.inspect import SourceImages
 from latents.prepare.write import ShardWriter
 from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
 from training import build
@@ -238,7 +238,7 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     assert "left out 5 (ant 2, bee 2, cow 1), listed in manifest.json; the first: ant/00.png cannot be read" in caplog.text
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
-    originals = [Originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
+    originals = [SourceImages(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
     assert all(np.array_equal(*(source.read(item) for source in originals)) for item in range(40))
 
 
@@ -358,7 +358,7 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
     pixels = dataset.fetch_with_images(np.arange(2), np.zeros(2, dtype=bool))[2][..., 0].numpy().astype(int)
     expected = np.clip((values - 1500) / 1000 * 255, 0, 255)
     assert np.abs(pixels - expected).max() <= 1.01 and pixels.min() == 0 and pixels.max() == 255
-    assert (Originals(dataset, str(tmp_path / "images")).read(1)[..., 0] == pixels[1]).all()
+    assert (SourceImages(dataset, str(tmp_path / "images")).read(1)[..., 0] == pixels[1]).all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -771,7 +771,7 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     assert cfg.evaluation.background == "#0000ff"  # also for a folder of reference images
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
-    assert all((Originals(dataset, str(images)).read(item) == image).all() for item, image in enumerate(read))
+    assert all((SourceImages(dataset, str(images)).read(item) == image).all() for item, image in enumerate(read))
     assert (next(open_images(images, convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
     white, black = (open_images(images, crop=8, background=name).fingerprint() for name in ("white", "black"))
     assert white != black

@@ -19,7 +19,7 @@ from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
 from routing_module import Route
 from runtime import compilation, machine
-from runtime.compilation import check_compile, check_machine, checkpoint_activations, compile_network, resolve_compile
+from runtime.compilation import check_machine, checkpoint_activations, compile_network, log_compile_mode, resolve_compile
 from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
 from training.trainer import Trainer
@@ -174,7 +174,7 @@ def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
     assert resolve_compile("auto", GPU) == "blocks" and resolve_compile("auto", CPU) == "none"
     for mode in ("none", "blocks"):
         assert {resolve_compile(mode, device) for device in (CPU, GPU)} == {mode}
-        check_compile("compile", mode, CPU)
+        log_compile_mode("compile", mode, CPU)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing(monkeypatch, caplo
     monkeypatch.delenv("CC", raising=False)
     prepare(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        check_compile("train.compile", "auto", GPU)
+        log_compile_mode("train.compile", "auto", GPU)
     assert resolve_compile("auto", GPU) == "none" and "train.compile=auto does not compile" in caplog.text
-    check_compile("train.compile", "none", GPU)
+    log_compile_mode("train.compile", "none", GPU)
 
 
 def test_bf16_without_bfloat16_is_refused(monkeypatch):

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDataset]:
-    """Open the latents and fill in missing configuration values. Raise UserError if the configuration contradicts the latents."""
+    """Open the latents and fill in missing configuration values. The configuration must not contradict the latents."""
     data = cfg.data
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
@@ -99,13 +99,13 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
     """Open the validation latents in eval.validation, which are normalized like the training latents.
 
-    Raise UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they are
+    Raises UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they are
     training latents, or if only one of the two folders says how its images were made.
     """
     if not cfg.eval.validation:
         return None
     if not cfg.eval.every:
-        raise UserError(f"eval.validation={cfg.eval.validation} is measured every eval.every steps, and eval.every=0")
+        raise UserError(f"eval.validation={cfg.eval.validation} has no effect with eval.every=0; set eval.every")
     try:
         validation = LatentDataset(cfg.eval.validation)
     except UserError as e:
@@ -124,8 +124,8 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         message = f"{silent.path} does not say which colour is behind its transparent images; {other.path} has {here or there}"
         log.warning("eval.validation: %s", message)
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
-        of = f"{len(shared)} of the {len(validation.files)} shards of {validation.path}"
-        log.warning("eval.validation: data.path=%s holds %s, so they measure a loss on training latents", dataset.path, of)
+        overlap = f"{len(shared)} of the {len(validation.files)} shards of {validation.path} are also in data.path={dataset.path}"
+        log.warning("eval.validation: %s, so they measure a loss on training latents", overlap)
     validation.info = dataset.info
     return validation
 
@@ -133,10 +133,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
 def build_hooks(
     cfg: schema.TrainConfig, ema: EMA, run: RunFolder, dataset: LatentDataset, accelerator: Accelerator
 ) -> list[Hook]:
-    """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network.
-
-    Raise UserError if the guidance, reference, detector, autoencoder or validation latents cannot be used.
-    """
+    """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     validation = open_validation(cfg, dataset)
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
@@ -158,10 +155,10 @@ def build_hooks(
     mode = compile_mode_for(used, resolve_compile(cfg.train.compile, accelerator.device))
     compile_network(ema.net, mode)
     if grid:
-        sampler = grid.image_sampler(ema.net, decoder, accelerator.device, mode)
+        sampler = grid.build_sampler(ema.net, decoder, accelerator.device, mode)
         active.append(hooks.SampleGrids(run, cfg.sample.every, sampler))
     if is_evaluated:
-        samplers = {key: recipe.image_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
+        samplers = {key: recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)

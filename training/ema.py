@@ -22,7 +22,8 @@ class EMA:
         decay, schedule: Decay per step, and `warmup` or `constant`.
         net: The float32 copy of the network.
         averages: Parameters of `net` by name.
-        num_updates_before: Number of EMA updates in the run that provided the initial weights. The step s includes these updates.
+        num_updates_before: Number of EMA updates before step 0 of this run, which is above 0 only after init_from. The warm-up
+            counts these updates.
     """
 
     def __init__(self, net: nn.Module, decay: float, schedule: str = "warmup"):

@@ -52,7 +52,7 @@ def check_state(
 ) -> dict[str, dict[str, Any]]:
     """Check a state stored in `file` against the optimizers, and return it by parameter name.
 
-    Checkpoints up to f7b5337 count the parameters instead of naming them. Raise UserError, which names the parameter, if the
+    Checkpoints up to f7b5337 count the parameters instead of naming them. Raises UserError, which names the parameter, if the
     names, shapes or types are not those of the optimizers' state after a step.
     """
     with as_user_error(file):
@@ -60,9 +60,9 @@ def check_state(
         named = {names[key] if isinstance(key, int) and key < len(names) else str(key): value for key, value in state.items()}
         for name in {**parameters, **named}:
             if name not in parameters:
-                raise ValueError(f"it has a state of {name}, which this network does not train")
+                raise ValueError(f"it has a state for {name}, which this network does not train")
             if name not in named:
-                raise ValueError(f"it has no state of {name}")
+                raise ValueError(f"it has no state for {name}")
         actual, expected = (
             {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
             for states in (named, state_after_step(optimizers, parameters))

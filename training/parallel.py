@@ -18,14 +18,14 @@ from runtime.compilation import checkpoint_activations, compile_network, resolve
 def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
     """Check that the trainer supports the number of processes and accelerate's distributed_type.
 
-    Raise UserError if the global batch cannot be divided into equal micro-batches, or if accelerate would shard the model.
+    Raises UserError if the global batch cannot be divided into equal micro-batches, or if accelerate would shard the model.
     """
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
         divisor = f"{num_processes} processes x train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
         raise UserError(f"train.batch_size={train.batch_size} is not divisible by {divisor}")
     if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise UserError(f"accelerate was launched with {launched_as}, which this trainer does not support; launch it without")
+        raise UserError(f"accelerate was launched with {launched_as}, but this trainer supports only DDP; launch it without")
 
 
 def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:

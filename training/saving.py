@@ -27,7 +27,7 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 class TrainerState(Settings):
     """The trainer's state in a checkpoint's state.json, besides the step."""
 
-    data: str  # fingerprint of the latents
+    data: str  # fingerprint of the training latents and labels
     ema_num_updates: int
     loss_sums: list[float]  # one sum for each of `Trainer.modules`
     loss_count: int
@@ -95,7 +95,7 @@ class CheckpointHook(Hook):
         self.check(wait=True)
 
     def close(self) -> None:
-        """Wait for the write in progress, because an error elsewhere must not interrupt the checkpoint."""
+        """Wait for the write in progress, so that an error elsewhere does not interrupt it."""
         self._thread.shutdown()
 
 
@@ -107,10 +107,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def resume(trainer: Trainer, folder: Path) -> None:
-    """Resume a run from a verified checkpoint.
-
-    Raise UserError if the latents, labels or encoder weights differ, or if a file does not fit the run.
-    """
+    """Resume a run from a verified checkpoint."""
     checkpoint = store.load(folder)
     state = read_stored(checkpoint.state, TrainerState, folder / "state.json")
     if state.data != trainer.dataset.fingerprint:
@@ -176,7 +173,7 @@ def restore_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: st
 def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
     """Load the step, the optimizer and, if the run has them, the projector and the tracked averages.
 
-    Call `restore_weights` first. Raise UserError if the encoder weights differ, or if a file does not fit the parameters.
+    Call `restore_weights` first. Raises UserError if the encoder weights differ, or if a file does not fit the parameters.
     """
     trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
     trainer.ema.num_updates_before -= checkpoint.step
@@ -199,8 +196,8 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
 def total_bin_sums(state: TrainerState, batch_size: int) -> Tensor:
     """Return the stored loss sums and counts by noise level bin, summed over all processes, [2, NUM_BINS].
 
-    Checkpoints up to f7b5337 stored the mean over processes. Their counts show by which number to multiply, because the counts of
-    all processes add up to the number of images since the last metrics line.
+    Checkpoints up to f7b5337 stored means over processes. Scaling makes the counts add up to the number of images since the last
+    metrics line.
     """
     bin_sums = torch.tensor(state.bin_sums)
     return bin_sums * (state.loss_count * batch_size / bin_sums[1].sum().clamp(min=1))

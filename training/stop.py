@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
 
-def pass_on(signum: int | None) -> None:
+def call_previous_handler(signum: int | None) -> None:
     """Call the handler that a warning signal had before training. submitit's handler requeues the job and exits."""
     if signum not in (None, *URGENT) and callable(handler := signal.getsignal(signum)):
         handler(signum, None)
@@ -74,11 +74,11 @@ class StopSignal:
 
     def poll(self) -> bool:
         """Return whether to stop after this step, possibly one step late. Every process must call this method once per step."""
-        here = self.signum is not None
+        is_signalled = self.signum is not None
         if self._group is None:
-            return here
+            return is_signalled
         answer = self.finish()
-        flag = torch.tensor([int(here)])
+        flag = torch.tensor([int(is_signalled)])
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 

@@ -41,9 +41,9 @@ class Hook:
     every: int
 
     def measure(self, trainer: Trainer) -> None:
-        """The trainer calls this method in the step after which the hook is due, between the backward pass and the update.
+        """The trainer calls this method before the update of the step after which the hook is due.
 
-        The parameters have their gradients, which are not clipped yet. The method must not wait for the device.
+        The parameters then have their gradients, which are not clipped yet. The method must not wait for the device.
         """
 
     def __call__(self, trainer: Trainer) -> None:
@@ -61,7 +61,7 @@ class StepRandom(SampleRandom):
 
     Every process draws numbers for the global batch on its device and returns those of its micro-batch, the slice `part` of the
     global batch. Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
-    Additional draws from one stream do not change other streams. Raises TypeError if the seed or the step is a float.
+    Additional draws from one stream do not change other streams.
     """
 
     def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
@@ -90,8 +90,9 @@ class Trainer:
         step: Number of completed optimizer steps. Training starts at `first_step`.
         last_logged_step: Step of the last metrics line.
         slices: Slices of the global batch, one for each micro-batch of this process.
-        loss_sums: Sums of the diffusion loss and the alignment loss since `last_logged_step`. `bin_sums` contains the diffusion
-            loss sums by noise level bin (`sums_by_bin`). The sums stay on the device, so no training step waits for the device.
+        loss_sums: Sums of the diffusion loss and, with alignment, the alignment loss since `last_logged_step`. They remain on the
+            device, so no training step waits for the device.
+        bin_sums: Sums and counts of the diffusion loss by noise level bin (`sums_by_bin`), also on the device.
         train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         stopped_by: Number of the first signal that this process received during training, or None.
@@ -192,7 +193,7 @@ class Trainer:
         """Train from self.step to the end of the run or until a signal arrives. Return whether the run is complete.
 
         The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
-        then saves a checkpoint. Raise UserError if the run has diverged, a hook fails or another process has ended.
+        then saves a checkpoint. Raises UserError if the run has diverged, a hook fails or another process has ended.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
@@ -208,9 +209,9 @@ class Trainer:
                 while self.step < num_steps:
                     self.train_step(next(batches))
                     self.bar.update()
-                    is_asked = self.stop.poll()
+                    should_stop = self.stop.poll()
                     self._call_hooks()
-                    if is_asked and self.step < num_steps:
+                    if should_stop and self.step < num_steps:
                         raise Interrupted
                 is_complete = True
             for hook in self.hooks:
@@ -244,7 +245,7 @@ class Trainer:
     def pop_metrics(self) -> dict[str, Any]:
         """Return a metrics record with the losses and speed since the last record.
 
-        Every process must call this method between steps. Raise UserError if the run has diverged.
+        Every process must call this method between steps.
         """
         losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
         steps_per_sec = (self.step - max(self.last_logged_step, self.first_step)) / max(self.train_sec, 1e-9)
@@ -270,7 +271,7 @@ class Trainer:
         """Return the losses since the last metrics record, averaged over all processes.
 
         All processes then have the same `loss_sums`. The main process has the `bin_sums` of all processes, and the others have
-        zeros. Every process must call this method. Raise UserError if the run has diverged.
+        zeros. Every process must call this method. Raises UserError if the run has diverged.
         """
         self.loss_sums, bin_sums = self.accelerator.reduce(self.loss_sums, "mean"), self.accelerator.reduce(self.bin_sums, "sum")
         self.bin_sums = bin_sums if self.accelerator.is_main_process else torch.zeros_like(bin_sums)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, find_adapter
-from extras.attach.hooks import BlockHooks, Plan, argument_names
+from extras.attach.hooks import BlockHooks, ForwardPlan, argument_names
 from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_scores
 
 # Maps the name of each wrapper class to the attribute that contains the wrapped module.
@@ -38,9 +38,9 @@ class Attachment:
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
         self.adapter, self.rule, self.generator = adapter, rule, generator
-        self.ratios_now: tuple[float, ...] | None = None  # set inside `routed()`
-        self.plan: Plan | None = None  # plan of the latest forward pass, None until the embedding runs
-        self.recomputed: Plan | None = None  # set while a block runs in `checkpoint()`
+        self.forced_ratios: tuple[float, ...] | None = None  # set inside `routed()`
+        self.plan: ForwardPlan | None = None  # plan of the latest forward pass, None until the embedding runs
+        self.recomputed_plan: ForwardPlan | None = None  # set while a block runs in `checkpoint()`
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -62,14 +62,14 @@ class Attachment:
         for block, hooks in routed:
             self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
-        forget_compiled()
+        reset_compiled_code()
 
     def detach(self) -> None:
         """Remove all hooks, which restores the original network. Calling `detach` again has no effect."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        forget_compiled()
+        reset_compiled_code()
 
     @contextmanager
     def routed(self, selection_ratios: float | Sequence[float] | None = None) -> Iterator[None]:
@@ -77,11 +77,11 @@ class Attachment:
 
         `selection_ratios` overrides the ratios of all routes, with one number or one number per route. 0 disables routing.
         """
-        before, self.ratios_now = self.ratios_now, self.router.selection_ratios(selection_ratios)
+        before, self.forced_ratios = self.forced_ratios, self.router.selection_ratios(selection_ratios)
         try:
             yield
         finally:
-            self.ratios_now = before
+            self.forced_ratios = before
 
     def checkpoint(self, function, *args, **kwargs) -> Any:
         """Run gradient checkpointing, and recompute each block with the same tokens as in its forward pass.
@@ -95,11 +95,11 @@ class Attachment:
         plan = self.plan
 
         def run(*args, **kwargs):
-            before, self.recomputed = self.recomputed, plan
+            before, self.recomputed_plan = self.recomputed_plan, plan
             try:
                 return function(*args, **kwargs)
             finally:
-                self.recomputed = before
+                self.recomputed_plan = before
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
@@ -118,28 +118,28 @@ class Attachment:
 
         Drawing random numbers in a checkpointed block could change the block's dropout masks during recomputation.
         """
-        self.plan = Plan()
-        if self.ratios_now is None and not (module.training and torch.is_grad_enabled()):
+        self.plan = ForwardPlan()
+        if self.forced_ratios is None and not (module.training and torch.is_grad_enabled()):
             return
         image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
-        ratios = self.router.selection_ratios() if self.ratios_now is None else self.ratios_now
+        ratios = self.router.selection_ratios() if self.forced_ratios is None else self.forced_ratios
         num_kept = tuple(num_kept_tokens(image.num_tokens, ratio) for ratio in ratios)
-        self.plan = plan = Plan(image, num_kept, in_evaluation=self.ratios_now is not None)
-        for i in filter(plan.is_on, range(len(ratios))):
+        self.plan = plan = ForwardPlan(image, num_kept, in_evaluation=self.forced_ratios is not None)
+        for i in filter(plan.is_active, range(len(ratios))):
             plan.uniform[i] = torch.rand(image.batch, image.num_tokens, device=image.device, generator=self.generator)
             if self.rule is uniform_scores:
                 self.choose_ids_keep(plan, i)
 
-    def choose_ids_keep(self, plan: Plan, route: int, tokens: Tensor | None = None) -> None:
+    def choose_ids_keep(self, plan: ForwardPlan, route: int, tokens: Tensor | None = None) -> None:
         """Choose a route's kept tokens. All rules except `uniform` need the image tokens (B, N, D) before the window."""
         ids_keep = TokenRouter.keep_highest(self.rule, tokens, plan.uniform[route], plan.num_kept[route])
         plan.ids_keep[route] = ids_keep  # (B, K)
 
-    def find_plan(self, layer: int) -> Plan:
+    def find_plan(self, layer: int) -> ForwardPlan:
         """Return the plan of a block's forward pass, even if a backward pass recomputes the block."""
         if not torch.compiler.is_compiling():
-            if self.recomputed is not None:
-                return self.recomputed
+            if self.recomputed_plan is not None:
+                return self.recomputed_plan
             if torch._C._current_graph_task_id() != -1:  # a backward pass is running
                 raise RuntimeError(f"the backward pass recomputes block {layer}; checkpoint blocks with attachment.checkpoint")
         if self.plan is None:
@@ -148,7 +148,7 @@ class Attachment:
         return self.plan
 
 
-def forget_compiled() -> None:
+def reset_compiled_code() -> None:
     """Discard code that torch.compile has compiled, because it would silently ignore new hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

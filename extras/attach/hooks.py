@@ -49,7 +49,7 @@ class PositionsPerSample:
 
 
 @dataclass(eq=False)
-class Plan:
+class ForwardPlan:
     """The image tokens that each route keeps in one forward pass."""
 
     image: ImageTokens | None = None  # None if the forward pass is dense
@@ -58,7 +58,7 @@ class Plan:
     uniform: dict[int, Tensor] = field(default_factory=dict)  # random numbers (B, N) for each active route
     ids_keep: dict[int, Tensor] = field(default_factory=dict)  # chosen positions (B, K) for each active route
 
-    def is_on(self, route: int) -> bool:
+    def is_active(self, route: int) -> bool:
         return self.image is not None and self.num_kept[route] < self.image.num_tokens
 
     def image_start(self, layout: str, length: int) -> int:
@@ -119,7 +119,7 @@ class BlockHooks:
         self.before = None
         plan, route, spec = self.attachment.find_plan(self.layer), self.route, self.spec
         # A block in evaluation mode belongs to a frozen part of the network, so the hook does not route it during training.
-        if not plan.is_on(route) or not (module.training or plan.in_evaluation):
+        if not plan.is_active(route) or not (module.training or plan.in_evaluation):
             return None
         arguments = dict(zip(self.names, args)) | kwargs
         tokens = arguments[spec.argument]  # (B, L, D)

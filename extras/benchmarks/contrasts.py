@@ -27,7 +27,7 @@ def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, f
     return {line["seed"]: line["metrics"][metric] for line in matching}
 
 
-def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write(markdown_table(columns, rows) + "\n")
 
 

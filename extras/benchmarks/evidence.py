@@ -32,7 +32,7 @@ from extras.benchmarks.contrasts import (
     mean_text,
     paired,
     pooled_deviation,
-    show,
+    print_table,
 )
 from extras.benchmarks.guided import RESULTS as GUIDED
 from extras.benchmarks.guided import ema_hashes, show_guided
@@ -88,11 +88,11 @@ def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:
     first = {(arm, lr): find(DISTANCE, arm, lr)[:NUM_CHOOSING_SEEDS] for arm in arms for lr in rates}
     complete = [key for key, values in first.items() if len(values) == NUM_CHOOSING_SEEDS]
     best = dict(sorted(complete, key=lambda key: (key[0], -fmean(first[key]))))  # the dict keeps the last, best rate of each arm
-    show(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
+    print_table(["learning rate", *best], [[f"{lr:g}", *(mean_text(DISTANCE, first[arm, lr]) for arm in best)] for lr in rates])
     if len(steps := sorted({line["step"] for line in lines})) > len({*last.values()}):
         curves = [[{metric: find(metric, arm, best[arm], step=step) for metric in CURVES} for arm in best] for step in steps]
         cells = [[", ".join(mean_text(*one) for one in found.items() if one[1]) for found in curve] for curve in curves]
-        show(["step", *best], [[f"{step:,}", *row] for step, row in zip(steps, cells)])
+        print_table(["step", *best], [[f"{step:,}", *row] for step, row in zip(steps, cells)])
 
     compared, rows, differences, pooled_differences = {}, [], [], []
     for guidance, suffix in GUIDANCES.items():
@@ -109,9 +109,9 @@ def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:
                 for table, pairs in ((differences, welch), (pooled_differences, pooled)):
                     texts = [pair.text(lambda x, metric=metric: format_metric(metric, x)) for metric, pair in zip(names, pairs)]
                     table.append([f"{arm} - {other}{suffix}", *texts])
-    show(["", "learning rate", "seeds", *names.values()], rows)
+    print_table(["", "learning rate", "seeds", *names.values()], rows)
     for table in (differences, pooled_differences):
-        show(["", *names.values()], table)
+        print_table(["", *names.values()], table)
     return compared["none"]
 
 
@@ -126,7 +126,7 @@ def show_unplanned(found: dict[str, list[list[float]]]) -> None:
         [name, contrast.text(lambda x, metric=metric: format_metric(metric, x)), f"{contrast.p_value:.2g}", f"{p:.2g}"]
         for (metric, name), contrast, p in zip(names, contrasts, corrected)
     ]
-    show(["unplanned comparison", "95% interval (Welch)", "p", "p (Holm)"], rows)
+    print_table(["unplanned comparison", "95% interval (Welch)", "p", "p (Holm)"], rows)
 
 
 def show_tokens(lines: list[dict]) -> None:
@@ -139,8 +139,8 @@ def show_tokens(lines: list[dict]) -> None:
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
     parts = primary, other
     rows = [[[name, contrast.text(text_of), f"{contrast.df:.3g}"] for name, text_of, contrast in part] for part in parts]
-    show(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
-    show(["other comparison", *columns], rows[1])
+    print_table(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
+    print_table(["other comparison", *columns], rows[1])
     show_ratios(lines)
 
 
@@ -149,13 +149,14 @@ def show_ratios(lines: list[dict]) -> None:
     at_end = [line for line in lines if LOSS in line["metrics"] and line["step"] == 3000]
     by_level = [[line["validation_loss_by_level"] for line in at_end if line["arm"] == arm] for arm in ARMS]
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
-    show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
+    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
     rows = []
     for tokens in ("256", "64"):
         times = time_ratios(lines, tokens)
         texts = [f"{ratio:.2f} (seed {seed})" for seed, ratio in times.items()]
         rows.append([f"routed-{tokens}", ", ".join(texts), f"{median(times.values()):.2f}" if times else ""])
-    show(["", "time of a step", "median"], rows)
+    print_table(["", "time of a step", "median"], rows)
 
 
 def time_ratios(lines: list[dict], tokens: str) -> dict[int, float]:
@@ -174,7 +175,7 @@ def show_losses(lines: list[dict]) -> None:
         spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
         seeds = "search" if is_search else str(len(values))
         rows.append([arm, seeds, f"{lr:g}", f"{step:,}", f"{fmean(values):.4f}{spread}"])
-    show(["", "seeds", "learning rate", "step", "validation loss"], rows)
+    print_table(["", "seeds", "learning rate", "step", "validation loss"], rows)
 
 
 def show_arms(lines: list[dict]) -> None:
@@ -182,7 +183,7 @@ def show_arms(lines: list[dict]) -> None:
     for arm, step, scale in sorted({(line["arm"], line["step"], line["cfg_scale"]) for line in lines}):
         found = [[*find_values(lines, metric, arm=arm, step=step, cfg_scale=scale).values()] for metric in NAMES]
         rows.append([arm, f"{step:,}", f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
-    show(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
+    print_table(["", "step", "cfg_scale", "seeds", *NAMES.values()], rows)
 
 
 def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:

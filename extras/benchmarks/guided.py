@@ -33,7 +33,7 @@ from common.files import REPOSITORY, append_line, read_json, read_lines
 from common.types import PositiveInt, Text
 from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
-from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, show
+from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
 
 RESULTS = Path(__file__).parent / "results" / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
@@ -81,7 +81,7 @@ def guided(
     seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), runs: Text = "runs/guided_time",
     output: Text = str(RESULTS), commit: Text | None = None,
 ) -> None:  # fmt: skip
-    """Train and evaluate the arms of the rule with these training seeds, and append what is missing to `output`.
+    """Train and evaluate the arms of the rule with these training seeds, and append new results to `output`.
 
     Args:
         jobs: Number of runs at a time. Each uses one CPU thread, and the GPU if there is one.
@@ -317,7 +317,7 @@ def show_guided(lines: list[dict]) -> None:
             marks = {scale: "**" * (scale == chosen) for scale in found}
             cells = [f"{marks[x]}{x:g}: {mean_text(DISTANCE, values)}{marks[x]}" for x, values in found.items() if values]
             rows.append([arm, time, name + " (best)" * (mean == lowest), str(max(map(len, found.values()))), ", ".join(cells)])
-    show(["arm", "time", "guidance", "seeds", f"distance by scale, {CHOOSING[1]} samples"], rows)
+    print_table(["arm", "time", "guidance", "seeds", f"distance by scale, {CHOOSING[1]} samples"], rows)
 
     rows = []
     for arm, time in product(arms, TIMES):
@@ -325,7 +325,7 @@ def show_guided(lines: list[dict]) -> None:
             found = [[*values_at(lines, arm, time, name, scale, first_seed, metric).values()] for metric in NAMES]
             if found[0]:
                 rows.append([arm, time, name, f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
-    show(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
+    print_table(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
 
     primary, secondary = compare_at_best_guidance(lines)
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
@@ -333,8 +333,8 @@ def show_guided(lines: list[dict]) -> None:
     decisive, others = (
         [[name, str(contrast.df + 1), contrast.text(text_of)] for name, text_of, contrast in part] for part in parts
     )
-    show(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
-    show(["secondary outcome", "seeds", "95% interval"], others)
+    print_table(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
+    print_table(["secondary outcome", "seeds", "95% interval"], others)
 
     def losses(arm: str) -> list[list[float]]:
         wanted = {"arm": arm, "step": ARMS[arm].step("full")}
@@ -342,14 +342,15 @@ def show_guided(lines: list[dict]) -> None:
 
     by_level = [losses(arm) for arm in ("routed", "dense")]
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
-    show(["noise level", *map(str, range(1, len(ratios) + 1))], [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
+    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
     times = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if line.get("steps_per_sec")}
     rows = []
     for arm in arms[1:]:
         ratio = [times["dense", seed] / times[arm, seed] for seed in SEEDS if {("dense", seed), (arm, seed)} <= times.keys()]
         if ratio:
             rows.append([f"{arm} / dense", f"{median(ratio):.3f}", f"{min(ratio):.3f} to {max(ratio):.3f}"])
-    show(["time of a step", "median over seeds", "lowest and highest"], rows)
+    print_table(["time of a step", "median over seeds", "lowest and highest"], rows)
 
 
 def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple]]:

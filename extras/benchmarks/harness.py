@@ -54,16 +54,16 @@ class TimedVariant:
 
 
 def measure(
-    openers: Mapping[str, Callable[[], TimedVariant]], device: torch.device, rounds: int, steps: int, warmup: int
+    builders: Mapping[str, Callable[[], TimedVariant]], device: torch.device, rounds: int, steps: int, warmup: int
 ) -> list[dict[str, object]]:
     """Time variants in turns (A B A B), so that other load on the machine affects all variants. Return one record per variant.
 
     Args:
-        openers: Functions that build each variant. All variants stay on the device until the benchmark ends.
+        builders: Functions that build each variant. All variants stay on the device until the benchmark ends.
         steps: Number of timed calls in each of the `rounds` turns.
         warmup: Number of untimed calls before a variant's first turn.
     """
-    variants = {name: open_variant(opener, device, warmup) for name, opener in openers.items()}
+    variants = {name: build_and_warm_up(opener, device, warmup) for name, opener in builders.items()}
     for _, (name, variant) in itertools.product(range(rounds), variants.items()):
         variant.turns.append(time_ms(variant.action, steps, device, warmup=1))
         sys.stderr.write(f"{name}: {np.median(variant.turns):.4g} ms\n")  # printed even if the benchmark stops early
@@ -71,7 +71,7 @@ def measure(
     return [{"variant": name} | summarise(variant, first) for name, variant in variants.items()]
 
 
-def open_variant(opener: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
+def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
     """Build a variant and warm it up.
 
     Add columns for the time of the first call and, on CUDA, the time in which the GPU computes and the peak memory.

@@ -31,7 +31,7 @@ from training.trainer import Trainer
 def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig:
     """Compose a train.py configuration from `overrides`, without grids and evaluations. The default data set is imagenet256.
 
-    Without data.path, the configuration uses random latents in `folder`. Raises UserError if an argument is not valid.
+    Without data.path, the configuration uses random latents in `folder`.
     """
     defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
@@ -54,7 +54,7 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
     return file
 
 
-def open_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVariant:
+def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVariant:
     """Build the training step of train.py (data, forward, backward, optimizer, EMA) without hooks."""
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
@@ -79,8 +79,8 @@ def step(
             raise UserError("variants cannot differ in train.precision, tf32 or cpu_threads, which hold for the whole process")
         train = cfgs[variants[0]].train
         accelerator = machine.start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision)
-        openers = {variant or "as given": partial(open_step, accelerator, cfg) for variant, cfg in cfgs.items()}
-        records = measure(openers, accelerator.device, rounds, steps, warmup)
+        builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}
+        records = measure(builders, accelerator.device, rounds, steps, warmup)
         report("Step", accelerator, records)
     leave()
     return records
@@ -92,7 +92,7 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Posit
         for variant in variants:
             cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
             accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
-            variant_step = open_step(accelerator, cfg)
+            variant_step = build_step(accelerator, cfg)
             time_ms(variant_step.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
             with torch.profiler.profile() as profiled:
                 time_ms(variant_step.action, steps, accelerator.device)

@@ -45,20 +45,20 @@ class Experiment:
     def measures(self) -> list[Measure]:
         return [measure for measure in dict.fromkeys(key for run in self.runs for key in run.figures) if measure != LOSS]
 
-    def furthest(self, measure: Measure) -> list[Run]:
+    def longest_runs(self, measure: Measure) -> list[Run]:
         """Return the runs that have the latest figure. `curve` uses only these runs, so that every step has the same seeds."""
         last = max((max(run.figures[measure]) for run in self.runs if measure in run.figures), default=None)
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
     def curve(self, measure: Measure) -> dict[int, list[float]]:
         """Return one value per seed for each step, sorted by step. The result is empty if no run has the measure."""
-        curves = [run.figures[measure] for run in self.furthest(measure)]
+        curves = [run.figures[measure] for run in self.longest_runs(measure)]
         steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
         return {step: [curve[step] for curve in curves] for step in steps}
 
     def hours_at(self, step: float, measure: Measure) -> float:
         """Return the hours of training until a step, averaged over the runs in the measure's curve."""
-        return statistics.fmean(run.hours_at(step) for run in self.furthest(measure))
+        return statistics.fmean(run.hours_at(step) for run in self.longest_runs(measure))
 
     def paper(self, measure: Measure) -> float | None:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
@@ -68,7 +68,7 @@ class Experiment:
         if measure.guidance == UNGUIDED:
             figures = self.row.get("paper")
         elif by_guidance is None or measure.guidance.startswith(("cfg_scale", "guidance cfg")):
-            figures = self.row.get("paper_guided")  # without `by_guidance`, an earlier version stored the row
+            figures = self.row.get("paper_guided")  # rows that earlier versions stored have no `paper_by_guidance`
         else:
             figures = next((by_guidance[arguments] for arguments in by_guidance if is_guided_by(measure, arguments)), None)
         return (figures or {}).get(measure.metric)
@@ -77,7 +77,7 @@ class Experiment:
 def is_guided_by(measure: Measure, arguments: str) -> bool:
     """Return whether a measure's guidance has the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
 
-    An argument's value may be the end of the measure's value, such as the folder name of a checkpoint.
+    A value also matches the end of the measure's value, such as the folder name of a checkpoint.
     """
     values = dict(part.split(" ", 1) for part in measure.guidance.split(", ") if " " in part)
     wanted = (argument.split("=", 1) for argument in arguments.split())
@@ -129,7 +129,7 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
 
 def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
-    """Yield a copy of a run for each row of which the run has the last checkpoint (`Row.checkpoint_of`).
+    """Yield a copy of a run for each row whose last checkpoint is a checkpoint of this run (`Row.checkpoint_of`).
 
     The copy ends at the row's last step and has the row's settings. There is no copy if no other run belongs to the row's table,
     if a run of the row has the same seed, if the run changed settings of its own row, or if it has no score at the last step.
@@ -137,8 +137,8 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
     tables = {run.row.get("table") for run in runs}
     trained = {(run.row.get("name"), run.cfg.seed) for run in runs}
     for run, row in itertools.product(runs, ROWS.values()):
-        is_served = row.checkpoint_of is not None and row.checkpoint_of == run.row.get("name")
-        if not is_served or row.table not in tables or (row.name, run.cfg.seed) in trained:
+        provides_row = row.checkpoint_of is not None and row.checkpoint_of == run.row.get("name")
+        if not provides_row or row.table not in tables or (row.name, run.cfg.seed) in trained:
             continue
         own, other = (identity_of(config_of_row(name, run)) for name in (row.checkpoint_of, row.name))
         last = other["train.num_steps"]
@@ -161,7 +161,7 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
     roles = roles_of(cfg)
-    identity = {key: value for key, value in flatten(cfg.model_dump()).items() if "report" in roles[key].noticed_by}
+    identity = {key: value for key, value in flatten(cfg.model_dump()).items() if "report" in roles[key].compared_by}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
@@ -216,7 +216,7 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
     if nearest is None:
         return None
-    unlike = differences_from(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
+    unexplained = differences_from(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
     if experiment.row:
-        unlike &= experiment.changes.keys() | nearest.changes.keys()
-    return None if unlike else nearest
+        unexplained &= experiment.changes.keys() | nearest.changes.keys()
+    return None if unexplained else nearest

@@ -150,7 +150,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run in a folder. Raises UserError if its config.yaml cannot be read or was not written by train.py."""
+    """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
     run, lines = Run(path, load_run_config(path), starts), read_metrics(path / "metrics.jsonl")
     for line in lines["training"]:

@@ -20,8 +20,8 @@ from configs.compose import compose_overrides
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
-from extras.weights.published import read_published, read_sizes, turn_time_and_sign, with_null_row, without_projectors
-from latents.autoencoders import SD_VAE, known_scale_and_factor
+from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors
+from latents.autoencoders import SD_VAE, known_scale_and_downsampling
 from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ KINDS_OF_WEIGHTS = {
     "tread": ("tread", "edm", TRUNCATED),
     "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
 }
-TURNED = ("sit", "lightningdit")  # these networks use time 0 for noise and time 1 for data, and predict data - noise
+REVERSED = ("sit", "lightningdit")  # these networks use time 0 for noise and time 1 for data, and predict data - noise
 # Assumed number of EMA updates if a weights file contains no step. It is so large that training skips the EMA warm-up.
-LONG_TRAINED = 10**6
+ASSUMED_EMA_UPDATES = 10**6
 
 
 def import_weights(
@@ -80,10 +80,10 @@ def import_weights(
     if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
         raise UserError(f"{file} has twice as many channels out as in, which fits kind=dit and kind=sit, not kind={kind}")
     autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
-    known = (1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scale_and_factor(autoencoder)
+    known = (1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scale_and_downsampling(autoencoder)
     scale, factor = known or (None, None)
     if None in (scale_factor or scale, resolution or factor):
-        raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which only its files tell")
+        raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which its name does not determine")
     data |= {"autoencoder": autoencoder, "scale_factor": scale_factor or scale}
     data["resolution"] = resolution or factor * data["input_size"]
     if data["resolution"] != (factor or data["resolution"] // data["input_size"]) * data["input_size"]:
@@ -102,10 +102,10 @@ def import_weights(
     for state in (model, ema):
         store.check_tensors(file, state, like)
     config = cfg.model_dump()
-    if kind in TURNED:
-        model, ema = turn_time_and_sign(model), turn_time_and_sign(ema)
+    if kind in REVERSED:
+        model, ema = reverse_time_and_sign(model), reverse_time_and_sign(ema)
         config["model"]["learn_sigma"] = False
-    state = {"ema_num_updates": step or LONG_TRAINED, "imported_from": f"{source} (kind={kind})"}
+    state = {"ema_num_updates": step or ASSUMED_EMA_UPDATES, "imported_from": f"{source} (kind={kind})"}
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
     checkpoint = store.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
     written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)

@@ -49,7 +49,7 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
-    """Return the state dict in float32, without wrapper prefixes. Raises UserError if `state` is not a state dict."""
+    """Return the state dict in float32, without wrapper prefixes."""
     items = state.items() if isinstance(state, dict) else ()
     if not items or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise UserError(f"{file} holds no state dict; give a file that maps names to tensors")
@@ -110,7 +110,7 @@ def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^decoder_blocks\.(\d+)", lambda n: f"blocks.{depth + int(n[1])}", name): kept[name] for name in kept}
 
 
-def turn_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def reverse_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Modify two linear layers so that ours(x, t, y) = -published(x, 1 - t, y). Also drop the unused output channels.
 
     The first layer of the time embedding receives cos(w t) and sin(w t). With s = 1 - t, cos(w s) = cos(w) cos(w t) + sin(w)

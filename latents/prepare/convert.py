@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
-from latents.autoencoders import SD_VAE, SD_VAES, known_scale_and_factor
+from latents.autoencoders import SD_VAE, SD_VAES, known_scale_and_downsampling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
@@ -46,7 +46,7 @@ def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
     source = open_latents(cfg.path)
     log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)
-    info, scale = settle_header(source, cfg)
+    info, scale = resolve_header(source, cfg)
     log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
@@ -63,11 +63,8 @@ def convert(cfg: ConvertConfig) -> None:
     writer.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 
-def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
-    """Return the header of the shards and the scale of the source's stored values. The user's keys override the format's values.
-
-    Raise UserError if a value is unknown or inconsistent with the latents.
-    """
+def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
+    """Return the header of the shards and the scale of the stored values. The user's keys override the format's values."""
     channels, height, width = source.shape
     kind = cfg.kind or source.kind
     scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)
@@ -78,7 +75,7 @@ def settle_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, 
         reason = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
         raise UserError(f"{source.path}: kind=moments, but {reason}, or autoencoder= for an autoencoder with 2 channels")
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
-    scale_factor, factor = known_scale_and_factor(autoencoder or "none") or (None, None)
+    scale_factor, factor = known_scale_and_downsampling(autoencoder or "none") or (None, None)
     statistics = source.channel_statistics if cfg.normalize is None else None
     header = {
         "kind": kind,

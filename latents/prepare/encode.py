@@ -23,7 +23,7 @@ from common.randomness import SeedRandom
 from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.order import map_ahead
-from latents.prepare.images import Crop, LabelledImages, to_jpeg
+from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
 from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
@@ -68,11 +68,11 @@ class EncodeConfig:
 
 
 # Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
-# ShardInfo and `encode` add scale_factor and value_range.
-NOT_IN_LATENTS = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
-NOT_IN_LATENTS |= {"scale_factor", "value_range"}
+# The settings in shards get scale_factor from ShardInfo, and value_range from `encode`.
+MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
+MAY_CHANGE_ON_RESUME |= {"scale_factor", "value_range"}
 REPAIR = "repair or remove {}, or set on_error=skip"
-NUM_CHECKED = 10_000  # number of images that `check_faults` reads
+NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
 
 
 class _Batch(NamedTuple):
@@ -85,11 +85,11 @@ class _Batch(NamedTuple):
     notes: Counter[str]  # number of images for each note of `read_rgb`
 
 
-def crop_of(cfg: EncodeConfig) -> Crop:
-    return Crop(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
+def image_reader(cfg: EncodeConfig) -> ImageReader:
+    return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
 
 
-def check_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
+def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     """Raise UserError if the source has faults and on_error=stop. The message also lists unreadable images.
 
     Only a source with faults is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
@@ -100,7 +100,7 @@ def check_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     def problem(number: int) -> str | None:
         try:
             with as_user_error(source.names[number]):
-                crop_of(cfg)(source, number)
+                image_reader(cfg)(source, number)
         except UserError as e:
             return str(e)
 
@@ -111,7 +111,7 @@ def check_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: range) -> _Batch:
-    pixels, kept, left_out, crop, notes = [], [], [], crop_of(cfg), Counter()
+    pixels, kept, left_out, crop, notes = [], [], [], image_reader(cfg), Counter()
     for number in numbers:
         name = source.names[number]
         try:

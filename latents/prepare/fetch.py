@@ -8,7 +8,7 @@ import torch
 
 from common.types import AutoencoderSpec, Text
 from evaluations.inception import fetch_weights
-from evaluations.vit import find_encoder_weights
+from evaluations.vit import fetch_encoder_weights
 from latents import autoencoders
 
 log = logging.getLogger(__name__)
@@ -20,4 +20,4 @@ def fetch(autoencoder: AutoencoderSpec = autoencoders.SD_VAE, encoder: Text | No
     autoencoders.build(autoencoder, torch.device("cpu"))  # raises UserError if the weights cannot be loaded
     log.info("Inception is complete: %s", fetch_weights())
     if encoder is not None:
-        log.info("%s is complete: %s", encoder, find_encoder_weights(encoder))
+        log.info("%s is complete: %s", encoder, fetch_encoder_weights(encoder))

@@ -19,7 +19,7 @@ from common.files import hash_bytes, regular_file
 from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
 from latents.prepare.images import read_dataset_json, to_jpeg
-from latents.shards import shard_files, spread_items
+from latents.shards import evenly_spaced_items, shard_files
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics
 
@@ -50,10 +50,7 @@ class LatentSource:
             self.shape = self._load(0)[0].shape
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Read items start .. stop - 1 without rescaling. Return float32 `latents` [b, *shape] and, if has_flips, `latents_flip`.
-
-        Raise UserError if an item is missing or damaged, has the wrong shape, or contains NaN or infinity.
-        """
+        """Read items start .. stop - 1 without rescaling: float32 `latents` [b, *shape] and, if has_flips, `latents_flip`."""
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
         for number in range(start, stop):
             with as_user_error(name := f"{self.path}: item {number} ({self.items[number]})"):
@@ -64,12 +61,12 @@ class LatentSource:
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
     def find_images(self, resolution: int) -> Callable[[int], bytes]:
-        """Return a function that returns an item's JPEG file of `resolution` pixels. Raise UserError if images are missing."""
+        """Return a function that returns an item's JPEG file of `resolution` pixels."""
         raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
     def fingerprint(self) -> str:
         """Hash the labels and 256 evenly spaced items, because reading all items would take as long as the conversion."""
-        spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in spread_items(len(self.labels), 256).tolist()]
+        spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in evenly_spaced_items(len(self.labels), 256).tolist()]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
 
@@ -227,10 +224,7 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 
 
 def open_latents(path: str | Path) -> LatentSource:
-    """Open latents of another project. The file names determine the format.
-
-    Raise UserError if the file names match no format or several formats, or if a file is missing, damaged or in another format.
-    """
+    """Open latents of another project. The file names determine the format."""
     path = Path(path)
     fitting = [f for f in FORMATS if any(path.match(pattern) or any(path.glob(pattern)) for pattern in f.patterns)]
     if len(fitting) != 1:

@@ -20,12 +20,12 @@ from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
 from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_hidden, list_images, read_rgb
-from latents.shards import MAX_CLASSES, spread_items
+from latents.shards import MAX_CLASSES, evenly_spaced_items
 from latents.tars import TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
 
-HOLD_OUT = 20  # part=validation selects every 20th image for eval.validation
+VALIDATION_STRIDE = 20  # part=validation selects every 20th image for eval.validation
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
@@ -36,7 +36,7 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
 
 
 @dataclass(frozen=True)
-class Crop:
+class ImageReader:
     """Settings with which `encode` reads and crops an image. `EncodeConfig` documents them."""
 
     resolution: int
@@ -53,7 +53,7 @@ class Crop:
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
-    """Return `num_classes`, inferred from class names or labels if it is None. Raise UserError if `num_classes` is too small."""
+    """Return `num_classes`, inferred from class names or labels if it is None."""
     if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
         raise UserError(f"labels run from {labels.min()} to {labels.max()}; they must be from 0 to {MAX_CLASSES - 1:,}")
     needed = len(class_names) if class_names else int(labels.max()) + 1
@@ -69,7 +69,7 @@ class _DatasetJson(BaseModel):
 def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     """Read (names, labels [N] int64) from EDM's dataset.json, {"labels": [[name, label], ...]}. `folder` may be a zipfile.Path.
 
-    Raise UserError if the file has a different structure or no entries, or if it lists an image twice.
+    Raises UserError if the file has a different structure or no entries, or if it lists an image twice.
     """
     try:
         entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
@@ -120,7 +120,7 @@ class LabelledImages:
         Hashing the content of all images would take as long as encoding the images.
         """
         digest = hashlib.blake2b(self.labels[start:stop].tobytes(), digest_size=16)
-        spread = set((start + spread_items(stop - start, 4)).tolist())
+        spread = set((start + evenly_spaced_items(stop - start, 4)).tolist())
         for index in range(start, stop):
             with contextlib.suppress(OSError):  # `encode` later reports unreadable files
                 digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
@@ -158,7 +158,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
         path: Folder of images, folder of WebDataset tars, or a single tar.
         labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
             `first_level` is like `auto`, but accepts class folders whose subfolders look like classes.
-        part: `validation` selects every HOLD_OUT-th image, `train` selects the other images, and `all` selects all images.
+        part: `validation` selects one of every VALIDATION_STRIDE images, `train` selects the others, and `all` selects all.
 
     Raises:
         UserError: If there are no images, if dataset.json lists a missing image, if an image is outside the class folders, or if
@@ -193,9 +193,9 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
         log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
     images.unread, images.faults = unread, faults
     if part != "all":
-        images.keep([i for i in range(len(images)) if (i % HOLD_OUT == HOLD_OUT - 1) == (part == "validation")])
+        images.keep([i for i in range(len(images)) if (i % VALIDATION_STRIDE == VALIDATION_STRIDE - 1) == (part == "validation")])
         if not len(images):
-            raise UserError(f"images={path}: part=validation takes every {HOLD_OUT}th image, but there are fewer")
+            raise UserError(f"images={path}: part=validation takes every {VALIDATION_STRIDE}th image, but there are fewer")
     return images
 
 

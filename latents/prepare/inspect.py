@@ -14,12 +14,20 @@ from torch.nn.functional import adaptive_avg_pool2d
 from common.errors import UserError, as_user_error
 from common.images import class_caption
 from common.progress import progress_bar
-from latents.autoencoders import DECODED_PIXELS, Autoencoder, from_uint8, to_uint8
-from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, for_network, mean_and_std, overall_std
+from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder, from_uint8, to_uint8
+from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.order import map_ahead
-from latents.prepare.images import Crop, open_labelled_images
+from latents.prepare.images import ImageReader, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
-from latents.shards import MANIFEST, UNFINISHED, LatentDataset, is_intact, mean_and_log_variance, read_manifest, spread_items
+from latents.shards import (
+    MANIFEST,
+    UNFINISHED,
+    LatentDataset,
+    evenly_spaced_items,
+    is_intact,
+    mean_and_log_variance,
+    read_manifest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +37,7 @@ FEW = 0.01  # tolerated fraction of constant or repeated images in a class, beca
 MAX_DIFFERENCE = 0.15
 
 
-class Originals:
+class SourceImages:
     """The encoded images of a data set, which are read again from their folder or tars.
 
     Attributes:
@@ -37,7 +45,7 @@ class Originals:
     """
 
     def __init__(self, dataset: LatentDataset, folder: str):
-        """Find the images. Raise UserError if their number differs from the number of latents."""
+        """Find the images. Raises UserError if their number differs from the number of latents."""
         settings = dataset.settings
         labels = "none" if dataset.info.num_classes == 1 else "first_level"
         self._source = open_labelled_images(folder, labels, settings.get("part", "all"))
@@ -47,10 +55,10 @@ class Originals:
         if len(self.names) != len(dataset):
             raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
         keys = ("background", "pad", "grey", "value_range")
-        self._crop = Crop(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
+        self._crop = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
 
     def read(self, item: int) -> np.ndarray:
-        """Read and crop an item's image, uint8 [R, R, 3]. Raise UserError if the image is unreadable."""
+        """Read and crop an item's image, uint8 [R, R, 3]."""
         with as_user_error(self.names[item]):
             return self._crop(self._source, item)[0]
 
@@ -58,7 +66,7 @@ class Originals:
 def find_problems(
     dataset: LatentDataset,
     sigma_data: float = 0.5,
-    originals: Originals | None = None,
+    originals: SourceImages | None = None,
     decoder: Autoencoder | None = None,
     device: torch.device | None = None,
 ) -> list[str]:
@@ -108,7 +116,7 @@ def _check_images(dataset: LatentDataset) -> Iterator[str]:
         except UserError as e:
             yield str(e)
     if dataset.has_flips:
-        latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, spread_items(len(dataset), 256)))
+        latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, evenly_spaced_items(len(dataset), 256)))
         if not are_mirrored(latents, flipped):
             yield "latents_flip do not resemble the mirrored latents: they belong to other images"
 
@@ -143,7 +151,7 @@ def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str
         return
     yield from _check_repeats(dataset, torch.cat(projections), constant, "latents", names)
     stored_mean, stored_std = mean_and_std(sums)
-    mean, std = for_network(stored_mean, stored_std, info)
+    mean, std = to_network_scale(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
     for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
         log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
@@ -176,7 +184,7 @@ def _are_constant(images: Tensor) -> Tensor:
     return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-def _find_equal(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_copies(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1.
 
     Two items are equal if their projections fall into the same cell of a grid, whose cells are 1% of the standard deviation.
@@ -208,7 +216,7 @@ def _check_repeats(
         return f"{item} {names[item]}" if names else f"{item}"
 
     labels, counts = dataset.labels, np.bincount(dataset.labels)
-    repeat_of, shared_with = _find_equal(projections, labels)
+    repeat_of, shared_with = _find_copies(projections, labels)
     kinds = {
         "are constant": np.where(constant, np.arange(len(labels)), -1),
         f"repeat {what} of the class": repeat_of,
@@ -236,11 +244,11 @@ def _check_repeats(
 
 
 def _check_originals(
-    dataset: LatentDataset, originals: Originals, decoder: Autoencoder | None, device: torch.device | None
+    dataset: LatentDataset, originals: SourceImages, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
     """Compare every latent with its image: pixels exactly, and decoded latents in the means of at most 16x16 cells."""
     info, different, projections, constant = dataset.info, [], [], []
-    size = max(1, DECODED_PIXELS // info.resolution**2)
+    size = max(1, MAX_DECODED_PIXELS // info.resolution**2)
     images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
     for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
         items = np.arange(start, min(start + size, len(dataset)))
@@ -259,10 +267,10 @@ def _check_originals(
         different += items[is_different.numpy()].tolist()
     if projections:  # pixels are compared as latents
         yield from _check_repeats(dataset, torch.cat(projections), constant, "images", originals.names)
-    log.info("%d of %d latents show their image", len(dataset) - len(different), len(dataset))
+    log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
     if different:
-        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3])
-        yield f"{len(different)} of {len(dataset)} latents do not show their image: {names}{', ...' if different[3:] else ''}"
+        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
+        yield f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}"
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
@@ -275,12 +283,12 @@ def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
 
     For `moments`, return the means as latents. Replace NaN and infinity with 0.
     """
-    indices = spread_items(len(dataset), 16)
+    indices = evenly_spaced_items(len(dataset), 16)
     stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
     return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0), labels.tolist()
 
 
 def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
     """Fetch the stored images, uint8 [n, R, R, 3], of evenly spaced items. By default, use the same items as `fetch_spread`."""
-    indices = spread_items(len(dataset), num_items)
+    indices = evenly_spaced_items(len(dataset), num_items)
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()

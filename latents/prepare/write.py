@@ -40,7 +40,7 @@ class PlannedShard:
     file: Path
     start: int
     stop: int
-    source: str  # hash of the source items
+    source_hash: str  # hash of the source items
 
 
 class ShardWriter:
@@ -67,13 +67,13 @@ class ShardWriter:
         for number, start in enumerate(range(0, num_items, shard_size)):
             stop, file = min(start + shard_size, num_items), self.output / f"latents_{number:05d}.safetensors"
             self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
-        self._planned = {(shard.file, shard.source) for shard in self.shards}
+        self._planned = {(shard.file, shard.source_hash) for shard in self.shards}
         self._read_sources()
 
     def _read_sources(self) -> set[tuple[Path, str]]:
         """Return the path and the source hash of each shard in the folder.
 
-        Raise UserError if a shard has different settings or comes from another program, or if all shards have different items.
+        Raises UserError if a shard has different settings or comes from another program, or if all shards have different items.
         """
         sources, changed = set(), []
         for file in shard_files(self.output):
@@ -92,10 +92,7 @@ class ShardWriter:
         return sources
 
     def open(self) -> None:
-        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`.
-
-        Raise UserError if the folder is not writable, or if another process is writing to the folder.
-        """
+        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`."""
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
         for file, source in sorted(self._read_sources()):  # reread, because another process may have written shards meanwhile
             is_planned = (file, source) in self._planned
@@ -121,7 +118,7 @@ class ShardWriter:
         left_out: Sequence[dict] = (),
         notes: Mapping[str, int] | None = None,
     ) -> None:
-        """Write a shard. Raise UserError if a shape, dtype or label is invalid, or if a value is not finite.
+        """Write a shard.
 
         Args:
             labels: Class labels [b] in int64.
@@ -132,7 +129,7 @@ class ShardWriter:
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         provenance = {
             "settings": self.settings,
-            "source": shard.source,
+            "source": shard.source_hash,
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})  # without notes, the bytes are those of earlier versions
