@@ -100,7 +100,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
 
     # Evaluate the points, and write the results.
-    output = Path(cfg.output) if cfg.output else default_output(cfg, folders)
+    output = Path(cfg.output) if cfg.output else results_folder(cfg, folders)
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
@@ -154,7 +154,7 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
     return cfg.model_copy(update=update)
 
 
-def default_output(cfg: FidConfig, folders: list[Path]) -> Path:
+def results_folder(cfg: FidConfig, folders: list[Path]) -> Path:
     """Return runs/evaluations/<images> for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run.
 
     Results never lie next to images, because a folder next to class folders would become another class.

@@ -239,7 +239,7 @@ def test_a_checkpoint_that_training_removes_is_replaced_by_the_next_newest(edm, 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     cfg = checked([f"images={tmp_path / 'samples.npz'}"], "fid")
-    assert script.default_output(cfg, []) == Path("runs") / "evaluations" / "samples.npz"
+    assert script.results_folder(cfg, []) == Path("runs") / "evaluations" / "samples.npz"
     for i in range(2):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
@@ -247,10 +247,10 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
         run_fid("images=.", REFERENCE, "evaluation.detector=digits", "cpu_threads=1")
     monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
-    assert script.default_output(cfg, [in_run]) == tmp_path / "run" / "evaluations"
-    assert script.default_output(cfg, [copied]) == tmp_path / "copies" / "evaluations"
+    assert script.results_folder(cfg, [in_run]) == tmp_path / "run" / "evaluations"
+    assert script.results_folder(cfg, [copied]) == tmp_path / "copies" / "evaluations"
     for folder in (Path("step_0000004"), Path("checkpoints/step_0000004")):
-        assert script.default_output(cfg, [folder]) == REPOSITORY / folder.parent / "step_0000004_evaluations"
+        assert script.results_folder(cfg, [folder]) == REPOSITORY / folder.parent / "step_0000004_evaluations"
 
 
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(sit, fid, tmp_path):
