@@ -1,14 +1,20 @@
-"""Commands of the documentation: those of docs/start.md run in an empty folder, the others are accepted."""
+"""Commands of the documentation: those of docs/start.md run in an empty folder, the others are accepted.
+
+The Python examples of docs/extending.md run on a small run.
+"""
 
 import re
 import shlex
 from importlib import import_module
 
 import huggingface_hub.constants
-from conftest import REPOSITORY, checked, forget_accelerate
+import numpy as np
+from conftest import REPOSITORY, checked, forget_accelerate, run_sample, run_train
+from PIL import Image
 from stand_ins import cache_untrained_autoencoder
 
 import prepare_latents
+from routing_module import Route
 
 NOT_RUN = ("make env", "source .venv/bin/activate", "python prepare_latents.py fetch")  # `fetch` needs a network
 SHORTER = {
@@ -75,3 +81,19 @@ def test_the_commands_of_the_page_run(inception_weights, tmp_path, monkeypatch):
                 run_line(line + (f" evaluation.detector_weights={inception_weights}" if "reference=" in line else ""))
     assert (tmp_path / "runs/first/samples/step_0000002.png").exists()
     assert {path.parent.parent.name for path in tmp_path.glob("runs/*/evaluations/results.jsonl")} == {"first", "shapes"}
+
+
+def test_the_examples_of_the_page_about_the_code_draw_the_picture_of_sample_py_and_route_tokens(tmp_path, monkeypatch):
+    page = (REPOSITORY / "docs" / "extending.md").read_text()
+    picture, route = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    run = run_train(tmp_path / "runs", "first", "train.num_steps=8", "train.lr=1e-2", "diffusion.sampler.num_steps=5")
+    monkeypatch.chdir(tmp_path)
+    exec(picture, {})
+    (command,) = re.findall(r"`sample.py (checkpoint=\S+ [^`]+)`", page)
+    run_sample(*command.split())
+    (grid,) = run.glob("generated/*/grid_0-19.png")
+    ours, theirs = (np.asarray(Image.open(file), dtype=int) for file in ("picture.png", grid))
+    assert ours.shape == theirs.shape and abs(ours - theirs).max() <= 1 and theirs.std() > 20
+    exec(route.replace("384", "24"), names := {})
+    assert names["route"] == Route(0.5, 2, 8)
+    assert (names["x"].shape, names["ids_keep"].shape) == ((8, 256, 24), (8, 128))
