@@ -233,7 +233,7 @@ class Train(Settings):
     num_steps: Reported[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: SameRun[PositiveInt]
     grad_accum_steps: Free[PositiveInt]
-    optimizer: SameState[Literal["adamw"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
+    optimizer: SameState[Literal["adamw", "muon"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
     lr: Logged[PositiveFloat]
     warmup_steps: Logged[NonNegativeInt]
     schedule: Logged[Literal["constant", "cosine", "inverse_sqrt"]]

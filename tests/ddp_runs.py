@@ -19,6 +19,7 @@ LOOKS = ["sample.every=4", "sample.num_samples=3", "diffusion.sampler.num_steps=
 LOOKS += ["eval.every=4", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
 TREAD = [*BATCH, "checkpoint.every=2", *LOOKS, "sample.batch_size=1"]
 TREAD += ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
+MUON = [*BATCH, "train.optimizer=muon", "train.grad_clip_norm=0.5", "train.warmup_steps=2", "checkpoint.every=2"]
 LEVELS = [*BATCH, "checkpoint.every=2", "train.log_every=4"]
 SPRINT = [*BATCH, "model=lightningdit_sprint", "model.path_drop=0.5", *LOOKS[:3]]
 
@@ -34,6 +35,7 @@ def main(folder: Path) -> None:
         run("dense", *DENSE)
         run("sprint", *SPRINT)
         run("aligned", *BATCH, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
+        run("muon", *MUON)
         run("levels", *LEVELS)
         run("cut", *TREAD, f"eval.validation={folder / 'validation'}")  # resumes step 2 of a single process
         # Dynamo captures the graphs, but inductor compiles nothing: its code is not under test.

@@ -95,6 +95,20 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     resume.check_initial(folder, stored)
 
 
+def test_muon_trains_the_matrices_of_the_blocks_with_updates_of_the_size_of_adamws(runs):
+    states = torch.load(runs / "muon" / "checkpoints" / store.folder_name(6) / "optimizer.pt")["state"]
+    for name, value in weights(runs / "muon", 6).items():
+        if name != "pos_embed":
+            is_matrix = name.startswith("blocks.") and value.ndim == 2
+            assert ("momentum_buffer" in states[name], "exp_avg" in states[name]) == (is_matrix, not is_matrix), name
+    parameter = torch.nn.Parameter(torch.zeros(48, 16))
+    train = checked([*TINY, "train.lr=1e-2"]).train
+    optimizer, _ = OPTIMIZERS["muon"](train, {"blocks.0.attn.qkv.weight": parameter, "x": torch.nn.Parameter(torch.zeros(1))})
+    parameter.grad = torch.randn(48, 16, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    assert parameter.square().mean().sqrt().item() == pytest.approx(0.2 * 1e-2, rel=0.3)  # AdamW's usual size is 0.2 to 0.4 lr
+
+
 def test_a_new_optimizer_needs_one_line_in_the_table(tmp_path, monkeypatch):
     """Register SGD with momentum for biases and SGD without a state for the rest, and resume a run."""
 

@@ -24,8 +24,19 @@ def adamw(train: Train, parameters: Parameters) -> list[Optimizer]:
     return [torch.optim.AdamW(parameters.values(), fused=True, **settings)]
 
 
+def muon(train: Train, parameters: Parameters) -> list[Optimizer]:
+    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, and AdamW for all other parameters.
+
+    Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both use `train.lr`.
+    """
+    matrices = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim == 2}
+    others = {name: p for name, p in parameters.items() if name not in matrices}
+    settings = {"lr": train.lr, "weight_decay": train.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return [torch.optim.Muon(matrices.values(), **settings), *adamw(train, others)]
+
+
 # Functions by name in `train.optimizer`. Each parameter belongs to exactly one of the optimizers that a function returns.
-OPTIMIZERS: dict[str, Callable[[Train, Parameters], list[Optimizer]]] = {"adamw": adamw}
+OPTIMIZERS: dict[str, Callable[[Train, Parameters], list[Optimizer]]] = {"adamw": adamw, "muon": muon}
 
 
 def get_state(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:

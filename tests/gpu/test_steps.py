@@ -61,7 +61,7 @@ def test_random_numbers_of_sampling_equal_those_of_a_cpu_and_arrive_without_a_wa
 ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "train.compile=none"]
 
 
-@pytest.mark.parametrize("keys", [["data.num_workers=2"], ACCUMULATION])
+@pytest.mark.parametrize("keys", [["data.num_workers=2"], ACCUMULATION, ["train.optimizer=muon", "train.compile=none"]])
 def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path, keys):
     trainer = trainer_for(device, size, tmp_path, "train.log_every=1000", *keys)
     batches = trainer.batches()
