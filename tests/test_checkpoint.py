@@ -354,7 +354,7 @@ def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monke
 
 def test_the_error_names_a_file_whose_content_has_the_wrong_type(tmp_path):
     for name, write, words in (
-        ("state.json", lambda file: file.write_text("[1]"), "it holds no step"),
+        ("state.json", lambda file: file.write_text("[1]"), "it holds no whole number as step"),
         ("config.yaml", lambda file: file.write_text("[1]"), "it holds no configuration"),
         ("optimizer.pt", lambda file: torch.save([1], file), "it holds no state of an optimizer"),
     ):

@@ -103,7 +103,7 @@ def test_values_that_cannot_be_stored_and_missing_settings_are_refused_before_an
     assert not out.exists()
     moments[5, 0, 0, 0] = 1e6
     write_tar(tmp_path / "large" / "a.tar", npy_members(moments, LABELS))
-    with pytest.raises(UserError, match="latents of item 5 are not finite as torch.float16"):
+    with pytest.raises(UserError, match="latents of item 5 hold NaN or infinity in torch.float16"):
         convert(tmp_path / "large", out, "kind=moments")
 
 

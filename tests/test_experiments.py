@@ -128,7 +128,7 @@ def test_the_row_of_sparse_guidance_is_sampled_as_published_and_its_commands_com
     assert 50_000 % cfg.checkpoint.keep_every == 0 and (cfg.train.lr, cfg.train.batch_size) == (1e-4, 256)
     assert [figures["fid"] for figures in row.paper_by_guidance.values()] == [2.14, 1.58] and row.paper_guided["fid"] == 2.57
     flops, fid = (checked(["checkpoint=x", *words.split()], "fid").guidance[0] for words in row.paper_by_guidance)
-    assert (flops.r_strong, flops.r_weak, flops.moves, flops.checkpoint) == (0.5, 0.9, False, None)
+    assert (flops.r_strong, flops.r_weak, flops.has_moving_ratios, flops.checkpoint) == (0.5, 0.9, False, None)
     assert (fid.r_strong, fid.r_strong_last, fid.r_weak, fid.r_weak_last) == (0.0, 0.6, 0.6, 0.0)
     check_guidance(flops, cfg, cfg.diffusion)
     earlier = ROWS["sparse_guidance/sit_xl2_tread_160"]

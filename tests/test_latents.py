@@ -192,7 +192,7 @@ def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_p
         ((latents, labels + 1), "needs labels from 0 to 2"),
         ((latents, labels.int()), "labels torch.int32"),
         ((latents.bfloat16(), labels), "latents torch.bfloat16"),
-        ((bad, labels), "latents of item 1 are not finite"),
+        ((bad, labels), "latents of item 1 hold NaN or infinity"),
     ):
         with pytest.raises(UserError, match=message):
             write_shard(tmp_path / "a.safetensors", *arguments, INFO)
@@ -280,7 +280,7 @@ def test_a_missing_autoencoder_and_a_wrong_number_of_channels_are_refused(tmp_pa
     for spec, message in (
         (f"sd-vae:{tmp_path / 'nowhere'}", "autoencoder=sd-vae:.*nowhere: there is no such folder"),
         ("identity", "autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"),
-        ("none", "autoencoder=none: these latents name no autoencoder"),
+        ("none", "autoencoder=none: the shards name no autoencoder"),
     ):
         with pytest.raises(UserError, match=message):
             autoencoders.build(spec, CPU, 4)

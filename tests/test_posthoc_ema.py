@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from checkpoints import store
 from common.errors import UserError
 from extras import posthoc_ema
-from extras.posthoc_ema import Average, gamma_from_length, solve
+from extras.posthoc_ema import Average, fit_profile, gamma_from_length
 from extras.tracked_ema import TrackedEMA
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
@@ -58,13 +58,13 @@ def test_tracked_averages_are_sums_of_the_weights_by_their_profiles():
         assert averages["weight"][0].numpy() == pytest.approx(profile(steps, length) @ trajectory, rel=1e-4, abs=1e-4)
 
 
-def test_an_average_of_any_length_is_found_within_the_error_that_solve_returns():
+def test_an_average_of_any_length_is_found_within_the_error_that_fit_profile_returns():
     """By the Cauchy-Schwarz inequality, |sum (p' - p) theta| is at most |p' - p| |theta|."""
     t, tracked = 1200, [(step, length) for step in range(50, 1201, 50) for length in (0.05, 0.25)]
     profiles = np.stack([np.pad(profile(step, length), (0, t - step)) for step, length in tracked])
     k = np.arange(t)
     for length in (0.06, 0.1, 0.17, 0.24):
-        factors, error = solve(tracked, (t, length))
+        factors, error = fit_profile(tracked, (t, length))
         wanted, found = profile(t, length), factors @ profiles
         assert error < 0.006 and np.linalg.norm(found - wanted) <= 1.02 * error * np.linalg.norm(wanted)
         for theta in (k / t, np.sqrt(k / t), np.sin(k / 30), np.random.default_rng(0).standard_normal(t)):
@@ -84,7 +84,7 @@ def test_factors_are_the_normalised_solution_of_the_closed_form(num_snapshots):
     tracked = [((i + 1) / num_snapshots, length) for i in range(num_snapshots) for length in (0.05, 0.1)]
     A, b = [[product(p, q) for q in tracked] for p in tracked], [product(p, (1, 0.07)) for p in tracked]
     expected = np.linalg.solve(A, b)
-    factors, _ = solve([(round(10_000 * t), length) for t, length in tracked], (10_000, 0.07))
+    factors, _ = fit_profile([(round(10_000 * t), length) for t, length in tracked], (10_000, 0.07))
     assert sum(factors) == pytest.approx(1, abs=1e-12) and abs(expected.sum() - 1) > 1e-5
     assert factors == pytest.approx(expected / expected.sum(), abs=1e-6)
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
     assert weights[0.18].keys() == tensors(tracked, 6, "ema").keys()
     name = "final_layer.linear.weight"
     expected, steps = torch.zeros_like(weights[0.18][name]), [(2, 0.1), (2, 0.25), (4, 0.1), (4, 0.25), (6, 0.1), (6, 0.25)]
-    for (step, length), factor in zip(steps, solve(steps, (6, 0.18))[0]):
+    for (step, length), factor in zip(steps, fit_profile(steps, (6, 0.18))[0]):
         file = folder / "tracked_ema.safetensors" if step == 6 else posthoc_ema.list_snapshots(tracked)[step]
         expected += factor * load_file(file)[f"{length:g}/{name}"].float()
     assert torch.allclose(weights[0.18][name], expected, atol=1e-6) and not torch.equal(weights[0.18][name], weights[0.1][name])

@@ -283,7 +283,8 @@ def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, 
     caplog.clear()
     caplog.set_level("INFO")
     inspect(tmp_path / "out", "grid=none", f"images={folder}")
-    assert "4 (ant 1, cow 1, bee 1) items could not be read" in caplog.text and "40 of 40 latents show their image" in caplog.text
+    assert "4 (ant 1, cow 1, bee 1) items could not be read" in caplog.text
+    assert "40 of 40 decoded latents match their image" in caplog.text
 
 
 def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(images, tmp_path):
@@ -708,10 +709,11 @@ def test_inspection_compares_all_images_with_their_latents(images, tmp_path, mon
     caplog.set_level("INFO")
     folder = encode(images, tmp_path / "out", autoencoder)
     inspect(folder, f"images={images}", "grid=none")
-    assert "40 of 40 latents show their image" in caplog.text
+    assert "40 of 40 decoded latents match their image" in caplog.text
     names = replace_three(images, tmp_path / "others")
     found = problems_of(folder, f"images={tmp_path / 'others'}", "grid=none")
-    assert f"3 of 40 latents do not show their image: {names[0]} (item 3), {names[1]} (item 16), {names[2]} (item 29)" in found
+    different = f"{names[0]} (item 3), {names[1]} (item 16), {names[2]} (item 29)"
+    assert f"3 of 40 decoded latents do not match their image: {different}" in found
 
 
 def test_moments_that_are_declared_as_samples_are_found(tmp_path):

@@ -251,7 +251,7 @@ def rewrite(file, change):
         (
             "optimizer.pt",
             lambda x: [x["state"].pop(name) for name in list(x["state"])[::2]],
-            "optimizer.pt cannot be read: it has no state of x_embedder.proj.weight",
+            "optimizer.pt cannot be read: it has no state for x_embedder.proj.weight",
         ),
         (
             "optimizer.pt",
@@ -268,9 +268,9 @@ def rewrite(file, change):
             lambda x: x["state"]["x_embedder.proj.bias"].update(step=torch.zeros((), dtype=torch.float64)),
             "step of x_embedder.proj.bias .*t64",
         ),
-        ("optimizer.pt", lambda x: x["state"].update({999: {}}), "it has a state of 999, which this network does not train"),
+        ("optimizer.pt", lambda x: x["state"].update({999: {}}), "it has a state for 999, which this network does not train"),
         ("optimizer.pt", lambda x: x["state"]["x_embedder.proj.bias"].update(step=3.0), "it holds other values than tensors"),
-        ("optimizer.pt", lambda x: x.pop("state"), "optimizer.pt cannot be read: it has no state of x_embedder.proj.weight"),
+        ("optimizer.pt", lambda x: x.pop("state"), "optimizer.pt cannot be read: it has no state for x_embedder.proj.weight"),
         (
             "state.json",
             lambda x: [x.pop("loss_sums"), x.pop("ema_num_updates"), x.update(other=1)],
