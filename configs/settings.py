@@ -80,7 +80,11 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         return f"{key} is not a key{nearest(key, known)}"
     if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
-    return f"{key} is not set: {error['msg']}" if error["input"] is None else f"{key}={error['input']!r:.100}: {error['msg']}"
+    if error["input"] is None:
+        return f"{key} is not set: {error['msg']}"
+    is_number = error["type"] == "string_type" and type(error["input"]) in (int, float)
+    hint = f"""; quote text that looks like a number twice: '{key}="..."'""" if is_number else ""
+    return f"{key}={error['input']!r:.100}: {error['msg']}{hint}"
 
 
 def read_stored(raw: dict, kind: type[S], source: object) -> S:

@@ -91,7 +91,7 @@ def start(monkeypatch, main, arguments, full_errors="0"):
         (["--resolve"], "^error: The --resolve flag can only be used"),
         (["name="], "^error: name: '' is not a folder name"),
         (["name=a/b"], "^error: name: 'a/b' is not a folder name"),
-        (["-m", "seed=0", "output_dir=2024_11_25"], "output_dir=20241125: Input should be a valid string"),
+        (["-m", "seed=0", "output_dir=2024_11_25"], "output_dir=20241125: .* quote text that looks like a number twice"),
     ],
 )
 def test_wrong_arguments_give_one_line(monkeypatch, tmp_path, arguments, words):

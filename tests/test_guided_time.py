@@ -75,7 +75,8 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
 
     monkeypatch.setattr(guided, "run_all", run_here)
     output = prepared / "results.jsonl"
-    settings = dict(seeds=[10], overrides=FASTER, runs="runs/guided", output=str(output), commit="abc")
+    settings = dict(seeds=[10], overrides=FASTER, fid_overrides=["batch_size=7"], runs="runs/guided", output=str(output))
+    settings["commit"] = "abc"
     guided.guided(**settings)
     assert commands == [("dense", 10), ("routed", 10)] * 2  # choose the scales, then compare
     lines = [json.loads(line) for line in output.read_text().splitlines()]

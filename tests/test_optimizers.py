@@ -95,11 +95,11 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     resume.check_initial(folder, stored)
 
 
-def test_muon_trains_the_matrices_of_the_blocks_with_updates_of_the_size_of_adamws(runs):
+def test_muon_trains_the_matrices_of_attention_and_mlp_with_updates_of_the_size_of_adamws(runs):
     states = torch.load(runs / "muon" / "checkpoints" / store.folder_name(6) / "optimizer.pt")["state"]
     for name, value in weights(runs / "muon", 6).items():
         if name != "pos_embed":
-            is_matrix = name.startswith("blocks.") and value.ndim == 2
+            is_matrix = value.ndim == 2 and {"attn", "mlp"} & {*name.split(".")} != set() and name.startswith("blocks.")
             assert ("momentum_buffer" in states[name], "exp_avg" in states[name]) == (is_matrix, not is_matrix), name
     parameter = torch.nn.Parameter(torch.zeros(48, 16))
     train = checked([*TINY, "train.lr=1e-2"]).train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ def adamw(train: Train, parameters: Parameters) -> list[Optimizer]:
 
 
 def muon(train: Train, parameters: Parameters) -> list[Optimizer]:
-    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks, and AdamW for all other parameters.
+    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of attention and MLP, and AdamW for all other parameters.
 
     Muon's updates are scaled to the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both use `train.lr`.
+
+    AdamW also trains the modulation. Its input has one vector per sample, so the rank of its gradient is at most the batch size,
+    and Muon would amplify rounding errors in the other directions to the size of the update.
     """
-    matrices = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim == 2}
+    layers = re.compile(r"blocks\.\d+\.(attn|mlp)\.")
+    matrices = {name: p for name, p in parameters.items() if layers.match(name) and p.ndim == 2}
     others = {name: p for name, p in parameters.items() if name not in matrices}
     settings = {"lr": train.lr, "weight_decay": train.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     return [torch.optim.Muon(matrices.values(), **settings), *adamw(train, others)]

@@ -78,14 +78,15 @@ Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 
 def guided(
-    seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), runs: Text = "runs/guided_time",
-    output: Text = str(RESULTS), commit: Text | None = None,
+    seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), fid_overrides: list[str] = (),
+    runs: Text = "runs/guided_time", output: Text = str(RESULTS), commit: Text | None = None,
 ) -> None:  # fmt: skip
     """Train and evaluate the arms of the rule with these training seeds, and append new results to `output`.
 
     Args:
         jobs: Number of runs at a time. Each uses one CPU thread, and the GPU if there is one.
         overrides: More train.py arguments, for settings that only change the speed, such as train.compile=none.
+        fid_overrides: More fid.py arguments, for settings that only change the speed, such as batch_size=500 on a GPU.
         runs: Folder of the runs and their logs.
         commit: Commit of the code to record on a machine without the git history.
 
@@ -102,7 +103,7 @@ def guided(
     for plan_points in (choosing_points, comparing_points):
         lines = recorder.lines(seeds)
         missing = {task: points for task in chosen if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
-        commands = {task: command(*task, points, Path(runs), overrides) for task, points in missing.items()}
+        commands = {task: command(*task, points, Path(runs), overrides, fid_overrides) for task, points in missing.items()}
         run_all(commands, jobs, recorder)
         lines = recorder.lines(seeds)
         if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
@@ -142,7 +143,9 @@ def unrecorded(lines: list[dict], arm: str, seed: int, points: list[Point]) -> l
     return [point for point in points if seed not in values_at(lines, arm, *point)]
 
 
-def command(arm: str, seed: int, points: list[Point], runs: Path, overrides: Sequence[str]) -> list[str]:
+def command(
+    arm: str, seed: int, points: list[Point], runs: Path, overrides: Sequence[str], fid_overrides: Sequence[str] = ()
+) -> list[str]:
     """Return the arguments of `python -m extras.benchmarks` that train a run and evaluate it at the points."""
     plan, name = ARMS[arm], f"{arm}_seed{seed}"
     train = [
@@ -165,7 +168,7 @@ def command(arm: str, seed: int, points: list[Point], runs: Path, overrides: Seq
         evaluations.append([
             f"checkpoint={json.dumps(found)}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
             f"num_samples={num_samples}", f"first_seed={first_seed}", f"num_steps={NUM_LEVELS}", "batch_size=100",
-            "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1",
+            "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1", *fid_overrides,
         ])  # fmt: skip
     return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
 
