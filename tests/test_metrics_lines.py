@@ -43,7 +43,7 @@ def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
 
     def largest_weight(trainer):
         steps.append(trainer.step)
-        return max(p.detach().abs().max() for p in trainer.parameters.values())
+        return torch.stack([p.detach().abs().max() for p in trainer.parameters.values()]).max()
 
     monkeypatch.setitem(STEP_METRICS, "largest_weight", largest_weight)
     run = run_train(tmp_path, "run", "train.log_every=3")

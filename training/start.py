@@ -10,6 +10,7 @@ from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from common.files import append_line
 from runtime.compilation import resolve_compile
+from training import optimizers
 from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,9 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
     every, num_lengths = cfg.checkpoint.keep_every, len(train.ema_lengths)
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
-    size = 4 * (4 + num_lengths) * num_parameters / 1e9  # float32 weights, EMA, two moments, train.ema_lengths
+    states = optimizers.state_after_step(trainer.optimizers, trainer.parameters).values()
+    moments = sum(value.nbytes for state in states for value in state.values())
+    size = (4 * (2 + num_lengths) * num_parameters + moments) / 1e9  # float32 weights, EMA, train.ema_lengths; the optimizer
     snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
     needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
