@@ -31,7 +31,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
     cfg, dataset = build.open_data(given)
     with torch.device("meta"):
         net = cfg.model.build(cfg.data)
-    assert len(net.router.routes) == (model.endswith(("tread", "sprint")))
+    assert len(net.router.routes) == len(cfg.model.routes) and (model in ("dit", "lightningdit")) == (not cfg.model.routes)
     assert net.num_tokens == (cfg.data.input_size // (1 if "lightning" in model and data != "digits" else 2)) ** 2
     assert cfg.diffusion.name == diffusion and type(cfg.diffusion).__name__.lower() == diffusion
     assert cfg.diffusion.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)

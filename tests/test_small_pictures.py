@@ -17,13 +17,13 @@ import prepare_latents
 from common.errors import UserError
 from evaluations.classifiers import ClassifierDetector, train_detector
 from evaluations.images import open_images, write_npz
-from evaluations.suite import evaluate
+from evaluations.suite import evaluate, metrics_for
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import LatentDataset, latents_for_network
 
-NAMES = ["fd_fashion", "precision_fashion", "recall_fashion", "class_agreement_fashion"]
+NAMES = [metric.name for metric in metrics_for("small-fashion")]
 
 
 @pytest.fixture(scope="module")
