@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +134,8 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
+    """A modulated norm and a linear layer, which map each token to the values of its patch."""
+
     def __init__(self, width: int, patch_size: int, out_channels: int):
         super().__init__()
         self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
@@ -169,6 +172,15 @@ class RouteEnd(nn.Module):
             inputs: The `route_inputs` of `DiT.forward`.
         """
         return TokenRouter.end_route(x, x_before, ids_keep)
+
+
+class ActiveRoute(NamedTuple):
+    """A route that changes tokens in one forward pass."""
+
+    number: int  # position in `DiT.router.routes`
+    ratio: float  # fraction of the tokens that skip the window
+    last_block: int  # index of the last block in the window
+    end: RouteEnd
 
 
 class DiT(nn.Module):
@@ -281,7 +293,7 @@ class DiT(nn.Module):
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast silently
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
-        shape = (len(x), len(self.router.routes), self.num_tokens)
+        shape = (len(x), *self.route_noise_shape)
         if route_noise is not None and route_noise.shape != shape:
             raise ValueError(f"route_noise has shape {tuple(route_noise.shape)}; these latents, routes and tokens need {shape}")
         if self.training and drop_labels is None and self.class_dropout > 0:
@@ -291,28 +303,31 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = {  # maps the first block of each active route to the route's number, ratio, last block and end
-            route.start_layer_idx: (number, ratio, route.end_layer_idx, end)
+        active = {  # by the first block in the window
+            route.start_layer_idx: ActiveRoute(number, ratio, route.end_layer_idx, end)
             for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values()))
             if ratio > 0 or end.is_called_at_ratio_0
         }
-        all_tables, ids_keep, last, after_route = tables, None, None, False
+        all_tables, ids_keep, route, after_route = tables, None, None, False
         for i, block in enumerate(self.blocks):
+            # Where a window begins, leave only the kept tokens.
             if i in active:
-                number, ratio, last, end = active[i]
-                x_before = h  # (B, N, D)
-                if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
-                    noise = None if route_noise is None else route_noise[:, number]
-                    ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
+                route, x_before = active[i], h  # x_before is (B, N, D)
+                if route.ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
+                    noise = None if route_noise is None else route_noise[:, route.number]
+                    rule = self.selection_rule
+                    ids_keep = self.router.choose_ids_keep(h, route.ratio, noise=noise, generator=generator, rule=rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
+            # Run the block.
             if h.shape[1] > 0:  # at ratio 1, no tokens are kept
                 h = self._run(block, after_route, h, c, *tables)
             if on_block is not None:
                 on_block(i + 1, h, ids_keep)
-            after_route = i == last
+            # Where a window ends, put the kept tokens back among the skipped ones.
+            after_route = route is not None and i == route.last_block
             if after_route:
-                h = end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
+                h = route.end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
                 tables, ids_keep = all_tables, None
 
         out = self._run(self.final_layer, after_route, h, c)  # (B, N, p*p*C)
@@ -322,8 +337,13 @@ class DiT(nn.Module):
         """Draw the random keyword arguments of `forward` for one training step. Each argument has its own random stream."""
         draws = {"drop_labels": random_for("labels").rand() < self.class_dropout}
         if self.router.routes:
-            draws["route_noise"] = random_for("routes").rand(len(self.router.routes), self.num_tokens)
+            draws["route_noise"] = random_for("routes").rand(*self.route_noise_shape)
         return draws
+
+    @property
+    def route_noise_shape(self) -> tuple[int, int]:
+        """Number of routes and number of tokens, (R, N), which is the shape of `route_noise` for one sample."""
+        return len(self.router.routes), self.num_tokens
 
     def token_tables(self) -> tuple[Tensor, ...]:
         """Return additional per-token inputs for the blocks, such as tables of rotary angles. Each table is (1, N, ...).

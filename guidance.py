@@ -115,18 +115,18 @@ def sparse(
     levels = np.asarray(inputs.levels if is_moving else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
     if levels.size == 0:
         raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
-    strong = cosine_schedule(r_strong, r_strong_last, len(levels))
-    weak = cosine_schedule(r_weak, r_weak_last, len(levels))
-    is_same_network = inputs.weak is None
-    if num_routes == 0 and (is_same_network or any(strong)):
+    strong_ratios = cosine_schedule(r_strong, r_strong_last, len(levels))
+    weak_ratios = cosine_schedule(r_weak, r_weak_last, len(levels))
+    has_one_network = inputs.weak is None
+    if num_routes == 0 and (has_one_network or any(strong_ratios)):
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    if not is_same_network and any(weak) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
+    if not has_one_network and any(weak_ratios) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
         both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_route_noise_shape, inputs.route_noise_shape))
         raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
-    for low, high in zip(strong, weak):
-        if num_kept_tokens(N, high) >= num_kept_tokens(N, low) and is_same_network:
+    for low, high in zip(strong_ratios, weak_ratios):
+        if num_kept_tokens(N, high) >= num_kept_tokens(N, low) and has_one_network:
             moved = " at each noise level" if is_moving else ""
-            raise ValueError(f"r_weak={high:.4g} must leave fewer of the {N} tokens than r_strong={low:.4g}{moved}")
+            raise ValueError(f"r_weak={high:.4g} must keep fewer of the {N} tokens than r_strong={low:.4g}{moved}")
 
     def ratios_at(level: Tensor) -> tuple[float, float]:
         if not is_moving:
@@ -134,7 +134,7 @@ def sparse(
         lowest, highest = torch.stack(level.aminmax()).tolist()  # `tolist` waits for the device
         if lowest != highest:
             raise ValueError("a batch has several noise levels, which have different ratios; use one level per batch")
-        return tuple(float(np.interp(highest, levels[::-1], ratios[::-1])) for ratios in (strong, weak))
+        return tuple(float(np.interp(highest, levels[::-1], ratios[::-1])) for ratios in (strong_ratios, weak_ratios))
 
     def branches(x: Tensor, level: Tensor, y: Tensor, count: int = 2) -> list[Tensor]:
         ratios = ratios_at(level)[:count]

@@ -19,7 +19,7 @@ class Route:
     """Carries a subset of the tokens past a window of transformer blocks (TREAD, section 3).
 
     Attributes:
-        selection_ratio: Fraction of the tokens that SKIP the window, in [0, 1). A ratio of 0 disables the route.
+        selection_ratio: Fraction of the tokens that SKIP the window, in [0, 1). At 0, no token skips.
         start_layer_idx: Index of the first block in the window. A negative index counts from the last block, as in Python.
         end_layer_idx: Index of the last block in the window, inclusive. A negative index counts from the last block.
     """
@@ -46,7 +46,7 @@ def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse:
     Each sample's norms are scaled to [0, 1], so that the norms have equal influence at every depth. The scores have no gradient.
 
     Args:
-        weight: Weight of the norms. A weight of 0 selects tokens uniformly, and 1 keeps the tokens with the largest norms.
+        weight: Weight of the norms. A weight of 0 keeps a uniformly random subset, and 1 keeps the tokens with the largest norms.
         inverse: Whether tokens with a small L1 norm are kept more often instead.
     """
     with torch.no_grad():
@@ -89,7 +89,7 @@ class TokenRouter:
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
             if route.selection_ratio == 1:
-                raise ValueError(f"routes[{i}].selection_ratio=1 leaves no token for the blocks: it must be below 1")
+                raise ValueError(f"routes[{i}].selection_ratio=1 keeps no token for the blocks: it must be below 1")
             for name in ("start_layer_idx", "end_layer_idx"):
                 if not -depth <= (idx := getattr(route, name)) < depth:
                     known = f"{depth} blocks; use {-depth} to {depth - 1}"

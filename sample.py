@@ -4,8 +4,8 @@
     python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
     accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
 
-An image depends on its seed and the settings, not on the number of processes. On a CPU, the batch size changes pixels by at most
-one grey level. The command writes a PNG per seed, a labelled grid and an .npz in ADM's format. Rerun it to add missing images.
+An image depends on its seed and the settings. On a CPU, the batch size and the number of processes change pixels by at most one
+grey level. The command writes a PNG per seed, a labelled grid and an .npz in ADM's format. Rerun it to add missing images.
 """
 
 from __future__ import annotations

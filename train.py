@@ -29,7 +29,7 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> float | None:
-    """Train a run. Return the first metric of its last evaluation, which sweepers minimise, or None without evaluations."""
+    """Train a run. Return the metric that sweepers minimise (`RunFolder.objective_at`), or None without evaluations."""
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
@@ -62,6 +62,7 @@ def main(cfg: TrainConfig) -> float | None:
     newest = open_existing_run(run, cfg)
     processes.on_main(lambda: tracking.check_folder(run, cfg.wandb.mode))
 
+    # Build the network and everything that needs it.
     alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
@@ -70,6 +71,7 @@ def main(cfg: TrainConfig) -> float | None:
     if newest is None:  # only now, so that an error in the settings leaves no folder behind
         start_run(run, cfg)
 
+    # Load the checkpoint, and train.
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
     if newest is not None:
         saving.resume(trainer, newest)

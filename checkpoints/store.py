@@ -56,7 +56,7 @@ class Checkpoint:
     step: int  # number of completed optimizer steps
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
-    optimizer: dict  # the optimizer's state dict, which is empty for imported weights
+    optimizer: dict  # {"state": {parameter name: tensors}}, or {} for imported weights
     state: dict  # other trainer state as JSON values
     config: dict  # the run's resolved configuration
     projector: dict[str, Tensor] | None = None  # present only with alignment
@@ -151,8 +151,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def list_files(folder: Path) -> dict[str, str]:
-    """Return the hash of each file that a checkpoint's manifest lists."""
+def read_listed_hashes(folder: Path) -> dict[str, str]:
+    """Return {file name: hash} from a checkpoint's manifest."""
     file = folder / MANIFEST
     if not file.exists():
         raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
@@ -177,7 +177,7 @@ def verify(folder: Path, reads: Collection[str] | None = None) -> None:
     Raises UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
-    listed = list_files(folder)
+    listed = read_listed_hashes(folder)
     expected = dict.fromkeys(FILES) | listed
     if reads is not None:
         expected = {name: digest for name, digest in expected.items() if name in (*READ_ALWAYS, *reads)}
@@ -245,7 +245,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 
 def load(folder: Path) -> Checkpoint:
     """Load a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    checkpoint, listed = load_initial(folder), list_files(folder)
+    checkpoint, listed = load_initial(folder), read_listed_hashes(folder)
     with as_user_error(file := folder / "optimizer.pt"):
         checkpoint.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(checkpoint.optimizer, dict):

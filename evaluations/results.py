@@ -93,39 +93,52 @@ class Results:
             Text table for a terminal, with the metrics and the settings that differ between rows.
         """
 
-        def shared(line: dict) -> list:
-            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.shared]
-
-        rows, cells = [], []
-        for line in self.lines:
-            comparable = [other for other in self.lines if plotted in other["metrics"] and shared(other) == shared(line)]
-            best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
-            mark = "" if len(comparable) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
-            errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-            row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
-            cells.append({name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None})
-            rows.append(row | {f"{name}_error": error for name, error in errors.items()})
-        text = io.StringIO()
-        writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomically(self.folder / "results.csv", text.getvalue())
+        rows, cells = zip(*(self._row(line, plotted) for line in self.lines)) if self.lines else ((), ())
+        write_atomically(self.folder / "results.csv", csv_text(rows))
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
         table = markdown_table(list(columns), list(zip(*columns.values())))
         if any(row["best"] for row in rows):
             table += f"\n`*`: the lowest {plotted} at equal shared settings; `~`: not significantly above the lowest (95%)\n"
         write_atomically(self.folder / "results.md", table)
-        evaluated = [(p.display, line) for p in points if (line := self.find(p)) and plotted in line["metrics"]]
-        if len(evaluated) > 1:
-            displays, lines = zip(*evaluated)
-            label = f"{plotted} of {self.shared['num_samples']:,} samples"
-            values = [line["metrics"][plotted] for line in lines]
-            errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
-            write_atomically(self.folder / "results.png", plot(displays, values, errors, label))
+        self._plot(points, plotted)
+        # In the terminal, leave out settings that are the same in all rows.
         metrics = {name for line in self.lines for name in line["metrics"]}
         printed = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
         return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
+
+    def _row(self, line: dict, plotted: str) -> tuple[dict[str, object], dict[str, str]]:
+        """Return a line's values with their standard errors for results.csv, and the texts of its cells for the other tables."""
+
+        def shared(line: dict) -> list:
+            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.shared]
+
+        comparable = [other for other in self.lines if plotted in other["metrics"] and shared(other) == shared(line)]
+        best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
+        mark = "" if len(comparable) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
+        errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
+        row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
+        cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
+        return row | {f"{name}_error": error for name, error in errors.items()}, cells
+
+    def _plot(self, points: Sequence[Point], plotted: str) -> None:
+        """Write results.png if several of the points have the metric."""
+        evaluated = [(p.display, line) for p in points if (line := self.find(p)) and plotted in line["metrics"]]
+        if len(evaluated) > 1:
+            displays, lines = zip(*evaluated)
+            values = [line["metrics"][plotted] for line in lines]
+            errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
+            label = f"{plotted} of {self.shared['num_samples']:,} samples"
+            write_atomically(self.folder / "results.png", plot(displays, values, errors, label))
+
+
+def csv_text(rows: Sequence[dict[str, object]]) -> str:
+    """Format rows with different columns as CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def without_paths(settings: dict) -> dict:

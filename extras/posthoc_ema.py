@@ -68,7 +68,7 @@ def check_and_hash(folder: Path, weights: str, length: float) -> str:
     """
     if weights != "ema":
         raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
-    if f"{TRACKED_EMA}.safetensors" not in store.list_files(folder):
+    if f"{TRACKED_EMA}.safetensors" not in store.read_listed_hashes(folder):
         raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages")
     files, lengths, _, error = fit_snapshots(folder, length)
     if not min(lengths) <= length <= max(lengths):

@@ -21,7 +21,7 @@ from routing_module import SelectionRule, TokenRouter
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """Create a selection rule that keeps the same number of random tokens in every 2x2 group of tokens.
+    """Create a selection rule that keeps equally many random tokens in every 2x2 group of tokens, or as nearly as possible.
 
     Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the numbers of kept tokens
     in any two groups differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.

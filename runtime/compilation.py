@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """If `what` is `blocks`, store only each block's input for the backward pass. A step takes about a third longer."""
+    """If `what` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs."""
     if what == "blocks":
         for block in net.blocks:  # blocks use no random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -68,7 +68,7 @@ def check_machine(train, device: torch.device) -> None:
 def log_compile_mode(key: str, mode: str, device: torch.device) -> None:
     """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU. Messages start with `key`."""
     if resolve_compile(mode, device) == "blocks":
-        log.info("%s=%s: the first step takes about a minute longer, once", key, mode)
+        log.info("%s=%s: the first step takes up to a minute longer, once", key, mode)
     elif mode == "auto" and device.type == "cuda":
         needs = "torch.compile needs triton, a C compiler (gcc) and Python's C headers (python3-dev)"
         log.warning("%s=auto does not compile, so steps are slower: %s", key, needs)

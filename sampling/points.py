@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -103,13 +103,17 @@ class PointEvaluator:
             log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
         finished = []
 
+        def raise_errors(futures: Iterable[Future]) -> None:
+            for future in futures:
+                future.result()
+
         def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
             results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
             log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
         with ThreadPoolExecutor(1) as thread:  # a thread computes standard errors while we sample the next point
             for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
-                on_main(lambda: [future.result() for future in finished if future.done()])
+                on_main(lambda: raise_errors(future for future in finished if future.done()))
                 try:
                     features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
                 except store.CheckpointRemoved as e:
@@ -121,7 +125,7 @@ class PointEvaluator:
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))
-        on_main(lambda: [future.result() for future in finished])
+        on_main(lambda: raise_errors(finished))
         return results
 
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:

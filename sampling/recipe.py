@@ -190,7 +190,14 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     levels, weak = diffusion.sampler.evaluated_levels(), weak_checkpoint(settings)
     # Only sparse guidance needs the routes of the weak network, so only then its configuration is read.
     weak_shape = route_noise_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
-    inputs = guidance.GuidanceInputs(None, run.data.num_classes, route_noise_shape(run), None, weak and id, weak_shape, levels)
+    inputs = guidance.GuidanceInputs(
+        denoise=None,
+        num_classes=run.data.num_classes,
+        route_noise_shape=route_noise_shape(run),
+        weak=id if weak else None,
+        weak_route_noise_shape=weak_shape,
+        levels=levels,
+    )
     try:  # builds a denoiser, which is never called, so `id` can stand for the weak one
         build_guidance(settings)(inputs)
     except ValueError as e:

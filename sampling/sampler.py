@@ -70,16 +70,14 @@ class ImageSampler:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)
 
-        route_noise_shape, weak_shape = (
-            (len(net.router.routes), net.num_tokens) for net in (self.net, self.weak[0] if self.weak else self.net)
-        )
+        shape = self.net.route_noise_shape
         inputs = GuidanceInputs(
             partial(denoise, self.net, self.diffusion),
             data.num_classes,
-            route_noise_shape,
-            draw_route_noise=lambda: random_routes.rand(*route_noise_shape),
+            shape,
+            draw_route_noise=lambda: random_routes.rand(*shape),
             weak=partial(denoise, *self.weak) if self.weak else None,
-            weak_route_noise_shape=weak_shape,
+            weak_route_noise_shape=self.weak[0].route_noise_shape if self.weak else (0, 0),
             levels=self.diffusion.sampler.evaluated_levels(),
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)

@@ -71,7 +71,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
         (["guidance.level_lo=0", "guidance.level_hi=9", "guidance.channels=2"], "guidance.channels=2.*1 channels"),
         (["guidance=sparse", "guidance.r_strong=0.6"], "r_strong=0.6"),
         (["model=dit", "guidance=sparse"], "guidance=sparse needs a network with routes"),
-        (["guidance=sparse", "guidance.r_weak_last=0.0"], "r_weak=0.0.* must leave fewer of the 16 tokens than r_strong=0"),
+        (["guidance=sparse", "guidance.r_weak_last=0.0"], "r_weak=0.0.* must keep fewer of the 16 tokens than r_strong=0"),
     ],
 )
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):

@@ -121,8 +121,8 @@ BOUNDS = dict(level_lo=0.6, level_hi=0.4)
     ("name", "settings", "routes", "message"),
     [
         ("sparse", SPARSE, 0, "guidance=sparse needs a network with routes"),
-        ("sparse", SPARSE | dict(r_strong=0.5), 1, "r_weak=0.5 must leave fewer of the 4 tokens than r_strong=0.5"),
-        ("sparse", SPARSE | dict(r_strong=0.25, r_weak=0.3), 1, "r_weak=0.3 must leave fewer"),  # both branches keep 3 of 4
+        ("sparse", SPARSE | dict(r_strong=0.5), 1, "r_weak=0.5 must keep fewer of the 4 tokens than r_strong=0.5"),
+        ("sparse", SPARSE | dict(r_strong=0.25, r_weak=0.3), 1, "r_weak=0.3 must keep fewer"),  # both branches keep 3 of 4
         ("sparse", SPARSE | dict(r_weak=1.5), 1, "selection_ratio=1.5 must be a number in"),
         ("sparse", SPARSE | dict(r_weak_last=0.3), 1, "the noise levels of the sampler"),
         ("autoguidance", dict(w=2.0), 0, "guidance=autoguidance needs a second network: guidance.checkpoint="),
@@ -260,9 +260,9 @@ def test_ratios_move_from_exactly_the_first_to_exactly_the_last_value_by_half_a_
         (
             MOVING | dict(r_weak_last=0.4),
             None,
-            "r_weak=0.4 must leave fewer of the 16 tokens than r_strong=0.4 at each",
+            "r_weak=0.4 must keep fewer of the 16 tokens than r_strong=0.4 at each",
         ),
-        (CROSSING, None, "r_weak=0.3 must leave fewer of the 16 tokens than r_strong=0.3 at each"),
+        (CROSSING, None, "r_weak=0.3 must keep fewer of the 16 tokens than r_strong=0.3 at each"),
         (CROSSING, (1, 64), "not 1 routes for 64 tokens and 1 routes for 16 tokens"),
         (SPARSE, (0, 16), "not 0 routes for 16 tokens and 1 routes for 16 tokens"),
     ],

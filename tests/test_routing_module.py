@@ -64,7 +64,7 @@ def test_every_rule_gives_finite_scores_of_the_tokens_shape_without_a_gradient(r
     assert scores.shape == (B, N) and scores.isfinite().all() and not scores.requires_grad
 
 
-def test_routed_tokens_return_to_their_positions_and_the_others_are_bit_identical():
+def test_kept_tokens_return_to_their_positions_and_skipped_tokens_are_bit_identical():
     x = tokens()
     kept = TokenRouter.start_route(x, IDS_KEEP)
     assert torch.equal(kept, torch.stack([x[0, [1, 3, 5]], x[1, [0, 2, 4]]]))
@@ -87,7 +87,7 @@ def test_negative_indices_count_from_the_end():
         ([Route(0.5, -13, 3)], r"routes\[0\].start_layer_idx=-13"),
         ([Route(0.5, 8, 2)], r"routes\[0\] ends with block 2, before it starts with block 8"),
         ([Route(0.5, 2, 5), Route(0.5, 5, 8)], r"routes\[1\] starts with block 5, but routes\[0\] ends with block 5"),
-        ([Route(1.0, 2, 8)], r"routes\[0\].selection_ratio=1 leaves no token"),
+        ([Route(1.0, 2, 8)], r"routes\[0\].selection_ratio=1 keeps no token"),
         ([Route(float("nan"), 2, 8)], "selection_ratio=nan"),
     ],
 )

@@ -76,7 +76,7 @@ def graphs(monkeypatch):
         yield made
 
 
-# The block whose tokens are observed: before the route, inside it, and at its end.
+# The block whose tokens are observed: before the window, inside it, and at its end.
 @pytest.mark.parametrize(("checkpointing", "block"), [("none", 1), ("blocks", 3), ("none", 4)])
 def test_compiled_blocks_agree_with_plain_ones_and_are_compiled_once(net, graphs, checkpointing, block):
     plain = [outputs_and_gradients(net, seed, block) for seed in range(3)]

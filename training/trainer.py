@@ -26,8 +26,9 @@ from training.stop import StopSignal
 
 # Number of noise level bins for which losses are reported. Each bin is equally likely in training.
 NUM_BINS = 10
-# A run has diverged if its mean loss exceeds this limit. A network that predicts zero has a loss of at most (std / sigma_data)^2,
-# which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss can reach 1e4 and recover.
+# A run has diverged if its mean loss exceeds this limit. With EDM, a network that predicts zero has a loss of at most
+# max(1, (std / sigma_data)^2), which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss
+# can reach 1e4 and recover.
 MAX_LOSS = 1e6
 
 
@@ -148,7 +149,8 @@ class Trainer:
                 for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses, bin_sums = self.losses(part, *micro_batch)
-                (sum(losses[1:], losses[0]) / len(self.slices)).backward()
+                total_loss = sum(losses[1:], losses[0]) / len(self.slices)
+                total_loss.backward()
             losses_of_step += torch.stack(losses).detach() / len(self.slices)
             self.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
@@ -183,17 +185,18 @@ class Trainer:
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
         net = self.wrapped[0] if images is None else self.alignment.observe(self.wrapped[0])
         random = random_for("diffusion")
-        losses = self.cfg.diffusion.loss(net, x, labels, random, **self.net.draw_inputs(random_for))
-        bin_sums = sums_by_bin(losses.detach(), random.quantiles)
-        if images is None:
-            return [losses.mean()], bin_sums
-        return [losses.mean(), self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True))], bin_sums
+        loss_of_sample = self.cfg.diffusion.loss(net, x, labels, random, **self.net.draw_inputs(random_for))  # [b]
+        bin_sums = sums_by_bin(loss_of_sample.detach(), random.quantiles)
+        losses = [loss_of_sample.mean()]
+        if images is not None:
+            losses.append(self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True)))
+        return losses, bin_sums
 
     def train(self) -> bool:
         """Train from self.step to the end of the run or until a signal arrives. Return whether the run is complete.
 
         The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
-        then saves a checkpoint. Raises UserError if the run has diverged, a hook fails or another process has ended.
+        then saves a checkpoint. Raises UserError if the run has diverged or another process has ended.
         """
         batches, num_steps = self.batches(), self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process

@@ -58,7 +58,7 @@ class Attachment:
         self.embedding_arguments = argument_names(embedding)
         register = embedding.register_forward_hook if adapter.tokens_from else embedding.register_forward_pre_hook
         self.handles = [network.register_forward_pre_hook(self._before_network)]
-        self.handles.append(register(self._after_embedding, with_kwargs=True))
+        self.handles.append(register(self._make_plan, with_kwargs=True))
         for block, hooks in routed:
             self.handles.append(block.register_forward_pre_hook(hooks.before_block, with_kwargs=True))
             self.handles.append(block.register_forward_hook(hooks.after_block, with_kwargs=True, always_call=True))
@@ -113,8 +113,8 @@ class Attachment:
         """Network pre-hook: reset the plan, so that blocks raise an error if the embedding hook does not create a new plan."""
         self.plan = None
 
-    def _after_embedding(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
-        """Embedding hook: create the plan of the forward pass, and draw all random numbers that its routes need.
+    def _make_plan(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
+        """Hook at `Adapter.tokens_from`: create the plan of the forward pass, and draw all random numbers that its routes need.
 
         Drawing random numbers in a checkpointed block could change the block's dropout masks during recomputation.
         """

@@ -50,7 +50,7 @@ class PositionsPerSample:
 
 @dataclass(eq=False)
 class ForwardPlan:
-    """The image tokens that each route keeps in one forward pass."""
+    """The kept image tokens of each route in one forward pass."""
 
     image: ImageTokens | None = None  # None if the forward pass is dense
     num_kept: tuple[int, ...] = ()  # number of kept image tokens (K) per route

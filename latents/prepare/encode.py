@@ -57,7 +57,7 @@ class EncodeConfig:
     precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 is intended for GPUs)
     dtype: Dtype = "float16"  # data type of the stored latents
     seed: NonNegativeInt = 0  # random seed for kind=sample
-    shard_size: PositiveInt = SHARD_SIZE  # images per shard (a process buffers one in memory and loses it if interrupted)
+    shard_size: PositiveInt = SHARD_SIZE  # images per shard (a process holds up to two in memory, and loses them if interrupted)
     # `stop` lists what cannot be read in one error, after all other shards are made. `skip` leaves it out, and manifest.json
     # lists it: images, links, folders, and class folders without images.
     on_error: Literal["stop", "skip"] = "stop"

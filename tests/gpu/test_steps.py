@@ -113,7 +113,7 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
     # Blocks that do nothing or tokens in the wrong places change them by more than 0.5 (tests/test_gpu_code.py).
     error = (changes[1] - changes[0]).norm() / changes[0].norm()
     assert error <= 0.1, f"the compiled network learns something else: {error:.3f}"
-    # Four graphs: all tokens, all tokens without a gradient for the input, routed tokens, the float32 block after the route.
+    # Four graphs: all tokens, all tokens without a gradient for the input, kept tokens, the float32 block after the route.
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
