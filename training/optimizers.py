@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,11 @@ def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) ->
         twins = {name: torch.empty_like(p, device="meta", requires_grad=True) for name, p in parameters.items()}
     for twin in twins.values():
         twin.grad = torch.empty_like(twin)
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # without accelerate's wrapper
+    # Copy the optimizers with other parameters and without their state.
     replaced = {id(p): twins[name] for name, p in parameters.items()}
-    copies = [copy.deepcopy(getattr(optimizer, "optimizer", optimizer), replaced) for optimizer in optimizers]
+    replaced |= {id(optimizer.state): defaultdict(dict) for optimizer in inner}
+    copies = [copy.deepcopy(optimizer, replaced) for optimizer in inner]
     for twin in copies:
         for group in twin.param_groups:  # the state is the same, and the meta device has no fused step
             group |= dict.fromkeys({"fused", "foreach"} & group.keys(), False)
