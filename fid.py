@@ -71,7 +71,10 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     runs = {folder: load_config(folder) for folder in folders}
     images = None
     if cfg.images:
-        images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
+        try:
+            images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
+        except UserError as e:
+            raise UserError(f"images: {e}") from e
     background = images.background if images else None
     filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None, background)]
     for other in filled:

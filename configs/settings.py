@@ -47,7 +47,11 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
         if texts:
             return validate(_replace(raw, texts), kind)
         known = {**flatten(raw), **kind.__pydantic_fields__}
-        raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
+        errors = [(_find(error, raw), error) for error in e.errors()]
+        # For `OneOrMany`, pydantic also reports that a list with a wrong item is no single value.
+        in_lists = {key.partition("[")[0] for key, _ in errors if "[" in key}
+        errors = [error for key, error in errors if not (key in in_lists and isinstance(error["input"], list))]
+        raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in errors))) from e
 
 
 def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:

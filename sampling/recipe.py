@@ -242,5 +242,6 @@ def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> 
         return settings
     folder = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
     if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
-        raise UserError(f"guidance.checkpoint={settings.checkpoint} denoises other latents than the run: {'; '.join(changed)}")
+        problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(changed)}"
+        raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return settings.model_copy(update={"checkpoint": str(folder)})

@@ -480,11 +480,20 @@ def test_a_truncated_tar_and_a_folder_of_tars_and_images_are_refused(tmp_path):
         open_labelled_images(folder)
 
 
+def test_a_single_folder_with_images_is_refused_with_the_folder_to_give_instead(tmp_path):
+    for name in ("set/ant/a.png", "set/bee/b.png", "notes/readme.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        random_image(np.random.default_rng(0)).save(tmp_path / name, format="PNG")
+    held = f"holds images in set/ alone, and none in notes/; give images={tmp_path / 'set'}, or set labels=none"
+    with pytest.raises(UserError, match=held):
+        open_labelled_images(tmp_path)
+
+
 def test_images_without_class_folders_and_class_folders_without_images_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no images .*, nor tars of them"):
         open_labelled_images(tmp_path)
     (tmp_path / "train").mkdir()
-    for name, held in (("train/a.png", "train/ alone"), ("a.png", "a.png")):
+    for name, held in (("train/a.png", "images in train/ alone"), ("a.png", "a.png")):
         random_image(np.random.default_rng(0)).save(tmp_path / name)
         with pytest.raises(UserError, match=f"must hold a folder per class, but holds {held}; .*labels=none"):
             open_labelled_images(tmp_path)

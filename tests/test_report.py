@@ -14,8 +14,8 @@ from configs.compose import compose_overrides
 from extras.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group
-from extras.report.runs import read_run, read_runs
-from extras.report.tables import guidance_table, results_table, speedup_table
+from extras.report.runs import LOSS, read_run, read_runs
+from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
@@ -90,6 +90,15 @@ def test_a_speedup_is_measured_at_the_best_figure_that_both_reach(runs):
     assert (row["Dense"], row["Speedup in steps"], row["Speedup in hours"]) == (f"{DIT}, step 400,000", "2.67×", "5.33×")
     # One seed goes from 59 to 19, the other from 61 to 21. They cross 40 at 147,500 and 152,500.
     assert row["Routed seeds"] == "2 of 2 reach it, at step 147,500 to 152,500"
+
+
+def test_training_losses_are_not_compared_with_dense_runs(runs):
+    experiments = [experiment for experiment in grouped(runs) if experiment.baseline]
+    for experiment in experiments:
+        assert experiment.baseline.curve(LOSS)
+        step, values = [*experiment.curve(LOSS).items()][-1]
+        assert "dense" not in figure_text(experiment, LOSS, step, values)
+    assert experiments
 
 
 def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):

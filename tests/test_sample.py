@@ -146,7 +146,7 @@ def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sam
     assert f"cost     10 network evaluations and {gflops:.4g} GFLOPs per image" in caplog.text
     assert_same_images(together, sample("apart", "seeds=0-3", "batch_size=1", *moved, checkpoint=last))
     assert_all_differ(together, auto)
-    with pytest.raises(UserError, match="denoises other latents"):
+    with pytest.raises(UserError, match="was trained for other latents, classes or noise levels"):
         sample("wrong", "guidance=sparse", f"guidance.checkpoint={runs['sit']}", checkpoint=last)
     with pytest.raises(UserError, match="not 0 routes for 4 tokens and 1 routes for 16 tokens"):
         sample("dense", "guidance=sparse", f"guidance.checkpoint={runs['dense']}", checkpoint=last)

@@ -56,7 +56,7 @@ def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(t
     assert steps == list(range(1, 81))
     starts = [json.loads(line) for line in (run_folder / "starts.jsonl").read_text().splitlines()]
     assert len(starts) == 2 and 0 == starts[0]["step"] < starts[1]["step"] < 80
-    assert list(store.list_steps(run_folder / "checkpoints"))[-1] == 80 and "batch 4, lr 0.002 (constant), 2 x cpu" in logs
+    assert list(store.list_steps(run_folder / "checkpoints"))[-1] == 80 and "batch 4, adamw, lr 0.002 (constant), 2 x cpu" in logs
 
 
 def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_path):

@@ -166,7 +166,7 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
 def test_a_run_logs_its_plan_and_writes_its_config_metrics_and_checkpoints(train, caplog):
     caplog.set_level("INFO")
     run = train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")
-    assert "train  steps 0 to 6, batch 4, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
+    assert "train  steps 0 to 6, batch 4, adamw, lr 0.002 (constant), 1 x cpu, fp32" in caplog.text
     assert [p.name for p in store.list_steps(run / "checkpoints").values()] == ["step_0000004", "step_0000006"]
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3

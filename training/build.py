@@ -38,7 +38,10 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
     with log_if_slow(log, "opening data.path=%s", data.path):
-        dataset = LatentDataset(data.path)
+        try:
+            dataset = LatentDataset(data.path)
+        except UserError as e:
+            raise UserError(f"data.path: {e}") from e
     if dataset.height != dataset.width:
         raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
     stored = {"in_channels": dataset.channels, "input_size": dataset.height}

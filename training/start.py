@@ -54,7 +54,7 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     if trainer.step >= train.num_steps:
         log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
         return
-    schedule = f"batch {train.batch_size}, lr {train.lr:g} ({train.schedule})"
+    schedule = f"batch {train.batch_size}, {train.optimizer}, lr {train.lr:g} ({train.schedule})"
     machine = f"{trainer.accelerator.num_processes} x {device.type}"
     numerics = [train.precision, *([f"tf32={train.tf32}"] if device.type == "cuda" else [])]
     numerics = ", ".join([*numerics, f"compile={resolve_compile(train.compile, device)}"])

@@ -108,7 +108,8 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
     references = []
     if (paper := experiment.paper(measure)) is not None:
         references.append(reference_text("paper", paper))
-    if experiment.baseline and (dense := experiment.baseline.curve(measure).get(step)):
+    # Training losses of routed and dense runs are not comparable.
+    if experiment.baseline and measure != LOSS and (dense := experiment.baseline.curve(measure).get(step)):
         references.append(reference_text("dense", fmean(dense)))
     return format_mean(measure.metric, values) + (f" ({'; '.join(references)})" if references else "")
 

@@ -223,12 +223,16 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))
+    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
     if loose or len(classes) == 1:
-        example = loose[0] if loose else f"{classes[0]}/ alone"
-        raise UserError(f"images={path} must hold a folder per class, but holds {example}; set labels=none for a single class")
+        example = loose[0] if loose else f"images in {classes[0]}/ alone" + (f", and none in {empty[0]}/" if empty else "")
+        deeper = {name.split("/")[1] for name in names if name.count("/") > 1}
+        inner = f"give images={path / classes[0]}, or " if len(deeper) > 1 and not loose else ""
+        message = f"images={path} must hold a folder per class, but holds {example}"
+        raise UserError(f"{message}; {inner}set labels=none for a single class")
     if labels != "first_level":
         _check_levels(path, names, classes)
-    for name in sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes)):
+    for name in empty:
         faults[name] = f"{name}/ holds no images, and without it later classes get other labels"
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
 
