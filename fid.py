@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError
+from common.errors import UserError, name_key
 from common.files import REPOSITORY, lock_folder, refuse_link
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
@@ -71,10 +71,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     runs = {folder: load_config(folder) for folder in folders}
     images = None
     if cfg.images:
-        try:
+        with name_key("images"):
             images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
-        except UserError as e:
-            raise UserError(f"images: {e}") from e
     background = images.background if images else None
     filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None, background)]
     for other in filled:

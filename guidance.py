@@ -31,8 +31,8 @@ class GuidanceInputs:
             tokens that the network's routes carry past blocks, and route_noise (B, R, N) determines which tokens.
         num_classes: Number of classes, which is also the index of the null class.
         route_noise_shape: Number of routes and number of tokens, (R, N).
-        draw_route_noise: Function that draws new noise (B, R, N). The noise of image i
-            depends on its seed and on the number of earlier calls.
+        draw_route_noise: Function that draws new noise (B, R, N). The noise of image i depends on its seed and on the number
+            of earlier calls.
         weak: Denoiser of a second, weaker network, with the arguments of `denoise`.
         weak_route_noise_shape: `route_noise_shape` of the weak network.
         levels: Noise levels at which the sampler calls the denoiser, in descending order. Moving ratios need them.

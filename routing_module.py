@@ -1,8 +1,8 @@
 """Token routing (TREAD, arXiv 2501.04765): a route carries a random subset of the tokens past a window of transformer blocks.
 
-Shapes: B is the batch size, and D is the width. Each sample has N tokens. The blocks in the window process
-only K = N - int(N * selection_ratio) of them, the kept tokens. The others skip the window and return unchanged after it.
-The functions operate on tensors with a token axis and do not depend on a particular network.
+Shapes: B is the batch size, and D is the width. Each sample has N tokens. The blocks in the window process only
+K = N - int(N * selection_ratio) of them, the kept tokens. The others skip the window and return unchanged after it. The functions
+operate on tensors with a token axis and do not depend on a particular network.
 """
 
 from __future__ import annotations

@@ -29,6 +29,15 @@ def list_faults(faults: Sequence[str], remedy: str) -> str:
 
 
 @contextlib.contextmanager
+def name_key(key: str) -> Iterator[None]:
+    """Prefix the message of a UserError in the `with` block with the key whose value caused it."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"{key}: {e}") from e
+
+
+@contextlib.contextmanager
 def as_user_error(source: object) -> Iterator[None]:
     """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception."""
     try:

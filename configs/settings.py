@@ -42,7 +42,7 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
-        numbers = [error for error in e.errors() if error["type"] == "string_type" and type(error["input"]) in (int, float)]
+        numbers = [error for error in e.errors() if _is_number_for_text(error)]
         texts = {key: typed[key] for error in numbers if (key := _find(error, raw)) in typed}
         if texts:
             return validate(_replace(raw, texts), kind)
@@ -86,9 +86,12 @@ def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
     if error["input"] is None:
         return f"{key} is not set: {error['msg']}"
-    is_number = error["type"] == "string_type" and type(error["input"]) in (int, float)
-    hint = f"""; quote text that looks like a number twice: '{key}="..."'""" if is_number else ""
+    hint = f"""; quote text that looks like a number twice: '{key}="..."'""" if _is_number_for_text(error) else ""
     return f"{key}={error['input']!r:.100}: {error['msg']}{hint}"
+
+
+def _is_number_for_text(error: dict) -> bool:
+    return error["type"] == "string_type" and type(error["input"]) in (int, float)
 
 
 def read_stored(raw: dict, kind: type[S], source: object) -> S:

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.errors import UserError
+from common.errors import UserError, name_key
 from configs.schema import TrainConfig
 from evaluations.vit import Encoder
 from latents.shards import LatentDataset
@@ -131,7 +131,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     if encoder_patch is None:
         raise UserError(f"alignment.encoder={settings.encoder} does not give its patch size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
-    try:
+    with name_key("alignment.encoder, alignment.encoder_weights"):
         encoder = Encoder(
             settings.encoder,
             settings.encoder_weights,
@@ -140,8 +140,6 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
             preprocessing="repa",
             precision=cfg.train.precision,
         )
-    except UserError as e:
-        raise UserError(f"alignment.encoder, alignment.encoder_weights: {e}") from e
     with torch.random.fork_rng(devices=[]):  # because building the encoder may have consumed random numbers
         torch.manual_seed(2**32 + cfg.seed)  # larger than the seed of any run
         projector = Projector(sizes["width"], settings.projector_width, encoder.width)

@@ -487,6 +487,10 @@ def test_a_single_folder_with_images_is_refused_with_the_folder_to_give_instead(
     held = f"holds images in set/ alone, and none in notes/; give images={tmp_path / 'set'}, or set labels=none"
     with pytest.raises(UserError, match=held):
         open_labelled_images(tmp_path)
+    for number, name in enumerate(("ant", "bee")):  # such folders are no classes
+        (tmp_path / "set" / name).rename(tmp_path / "set" / f"0000{number}")
+    with pytest.raises(UserError, match="and none in notes/; set labels=none"):
+        open_labelled_images(tmp_path)
 
 
 def test_images_without_class_folders_and_class_folders_without_images_are_refused(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from checkpoints.run import RunFolder
-from common.errors import UserError
+from common.errors import UserError, name_key
 from common.images import are_same_colour
 from common.progress import log_if_slow
 from configs import schema
@@ -37,11 +37,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
-    with log_if_slow(log, "opening data.path=%s", data.path):
-        try:
-            dataset = LatentDataset(data.path)
-        except UserError as e:
-            raise UserError(f"data.path: {e}") from e
+    with log_if_slow(log, "opening data.path=%s", data.path), name_key("data.path"):
+        dataset = LatentDataset(data.path)
     if dataset.height != dataset.width:
         raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
     stored = {"in_channels": dataset.channels, "input_size": dataset.height}
@@ -109,10 +106,8 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         return None
     if not cfg.eval.every:
         raise UserError(f"eval.validation={cfg.eval.validation} has no effect with eval.every=0; set eval.every")
-    try:
+    with name_key("eval.validation"):
         validation = LatentDataset(cfg.eval.validation)
-    except UserError as e:
-        raise UserError(f"eval.validation: {e}") from e
     check_same(validation.fingerprint, "eval.validation", validation.path)
     for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))

@@ -96,8 +96,8 @@ def guided(
     if unknown := [seed for seed in seeds if seed not in SEEDS]:
         raise UserError(f"seeds={unknown} are not in the rule, which has {SEEDS[0]} to {SEEDS[-1]}")
     # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible.
-    orders = [PRIMARY, [arm for arm in ARMS if arm not in PRIMARY]]
-    chosen = [(arm, seed) for order in orders for seed in seeds for arm in order if seed in ARMS[arm].seeds]
+    tasks = [(arm, seed) for seed in seeds for arm, plan in ARMS.items() if seed in plan.seeds]
+    chosen = sorted(tasks, key=lambda task: task[0] not in PRIMARY)  # stable: the primary arms first, and then by seed
     recorder = Recorder(Path(runs), Path(output), commit)
     # All arms are sampled at all scales before the first comparison, because the mean over seeds chooses the scale.
     for plan_points in (choosing_points, comparing_points):

@@ -111,12 +111,12 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: range) -> _Batch:
-    pixels, kept, left_out, crop, notes = [], [], [], image_reader(cfg), Counter()
+    pixels, kept, left_out, read, notes = [], [], [], image_reader(cfg), Counter()
     for number in numbers:
         name = source.names[number]
         try:
             with as_user_error(name):
-                image, image_notes = crop(source, number)
+                image, image_notes = read(source, number)
             pixels.append(image)
             kept.append(number)
             notes.update(image_notes)

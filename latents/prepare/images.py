@@ -226,8 +226,7 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
     empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
     if loose or len(classes) == 1:
         example = loose[0] if loose else f"images in {classes[0]}/ alone" + (f", and none in {empty[0]}/" if empty else "")
-        deeper = {name.split("/")[1] for name in names if name.count("/") > 1}
-        inner = f"give images={path / classes[0]}, or " if len(deeper) > 1 and not loose else ""
+        inner = f"give images={path / classes[0]}, or " if len(_subfolders(names)) > 1 and not loose else ""
         message = f"images={path} must hold a folder per class, but holds {example}"
         raise UserError(f"{message}; {inner}set labels=none for a single class")
     if labels != "first_level":
@@ -241,8 +240,7 @@ def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
     """Raise UserError if the first-level folders are the parts of a data set, or only hold folders that look like classes."""
     parts = [name.split("/") for name in names]
     deeper = [part for part in parts if len(part) > 2]
-    subfolders = sorted({part[1] for part in deeper if not _BUCKET.fullmatch(part[1])})
-    is_nested = len(deeper) == len(parts) and len(subfolders) > 1
+    is_nested = len(deeper) == len(parts) and len(_subfolders(names)) > 1
     first = next((name for name in classes if name.lower().startswith("train")), classes[0])
     otherwise = f"or set labels=first_level to make {classes[0]}, {classes[1]}, ... the classes"
     if SPLITS.issuperset(name.lower() for name in classes):
@@ -254,6 +252,11 @@ def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
         raise UserError(f"{message}; give the folder that holds the classes, such as images={path / first}, {otherwise}")
     if deeper:
         log.info("%s: the first level of folders are the classes; %d images are in folders below", path, len(deeper))
+
+
+def _subfolders(names: list[str]) -> set[str]:
+    """Return the names of second-level folders that hold images and look like classes."""
+    return {parts[1] for name in names if len(parts := name.split("/")) > 2 and not _BUCKET.fullmatch(parts[1])}
 
 
 def describe_classes(images: LabelledImages) -> str:
