@@ -93,8 +93,8 @@ def read_rgb(
         value_range: For grey images with more than 8 bits, the values (low, high) that become black and white.
 
     Returns:
-        The image, and a list of `transparent` (the background shows through) and `multi_frame` (only the first page or frame of
-        several is read).
+        The image, and a list of `transparent` (the background shows through), `multi_frame` (only the first page or frame of
+        several is read) and `flat` (`value_range` made an image with different values a single grey level).
 
     Raises:
         ValueError: If the path is not a regular file, or if the Pillow mode is not in `modes`. Damaged files can raise any error.
@@ -108,7 +108,10 @@ def read_rgb(
             raise ValueError(f"Pillow's mode {image.mode} is not accepted (accepted: {', '.join(modes)}){hint}")
         image = ImageOps.exif_transpose(image)
     if image.mode in DEEP_MODES:
-        image = _to_grey(image, value_range)
+        grey = _to_grey(image, value_range)
+        if len({*grey.getextrema()}) < len({*image.getextrema()}):
+            notes.append("flat")
+        image = grey
     if not image.has_transparency_data:
         return image.convert("RGB"), notes
     layer = image.convert("RGBA")

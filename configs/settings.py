@@ -48,9 +48,15 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
             return validate(_replace(raw, texts), kind)
         known = {**flatten(raw), **kind.__pydantic_fields__}
         errors = [(_find(error, raw), error) for error in e.errors()]
-        # For `OneOrMany`, pydantic also reports that a list with a wrong item is no single value.
+        # For `OneOrMany`, pydantic also reports that a list with a wrong item is no single value, and that a single value is no
+        # list.
         in_lists = {key.partition("[")[0] for key, _ in errors if "[" in key}
-        errors = [error for key, error in errors if not (key in in_lists and isinstance(error["input"], list))]
+        single = {key for key, error in errors if error["type"] != "list_type"} - in_lists
+        errors = [
+            error
+            for key, error in errors
+            if not (key in in_lists and isinstance(error["input"], list)) and not (key in single and error["type"] == "list_type")
+        ]
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in errors))) from e
 
 
@@ -124,9 +130,13 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Return up to three similar keys as text, such as `; nearest: train.lr`. Keys with the same last part come first."""
+    """Return up to three similar names as text, such as `; nearest: train.lr`. Names with the same end come first.
+
+    The end of a key follows its last dot, and the end of a row of the paper, such as `table2/dit_b2`, may be the whole `key`.
+    """
     names = {other.lower(): other for other in known if other != key}
-    same = [other for name, other in names.items() if name.rpartition(".")[2] == key.lower().rpartition(".")[2]]
+    end = key.lower().rpartition(".")[2]
+    same = [other for name, other in names.items() if name.rpartition(".")[2] == end or name.endswith(f"/{end}")]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
     return f"; nearest: {', '.join([*dict.fromkeys(near)][:3])}" if near else ""
 

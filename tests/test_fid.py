@@ -108,6 +108,8 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
     assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # in order of completion
+    (run,), _ = read_runs([edm, tmp_path / "out"])  # the report has one row for figures of training and of fid.py
+    assert len([measure for measure in run.figures if measure.metric == "fd_digits"]) == 2
     best = min(rows, key=lambda row: float(row["fd_digits"]))
     assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
     assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # 70 samples: no significant difference

@@ -360,6 +360,12 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
     expected = np.clip((values - 1500) / 1000 * 255, 0, 255)
     assert np.abs(pixels - expected).max() <= 1.01 and pixels.min() == 0 and pixels.max() == 255
     assert (SourceImages(dataset, str(tmp_path / "images")).read(1)[..., 0] == pixels[1]).all()
+    assert "grey level" not in caplog.text
+    Image.fromarray((values / 3000).astype(np.float32)).save(tmp_path / "images" / "b" / "up_to_1.tiff")
+    Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "images" / "b" / "uniform.png")
+    folder = encode(tmp_path / "images", tmp_path / "both", "identity", *settings, "value_range=[1500,2500]")
+    assert "1 images became a single grey level, because value_range=[1500.0, 2500.0] does not fit their values" in caplog.text
+    assert json.loads((folder / "manifest.json").read_text())["notes"] == {"flat": 1}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

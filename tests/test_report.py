@@ -357,9 +357,9 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path, c
     runs, problems = read_runs([tmp_path])
     found = {(m.guidance, m.settings): values for m, values in runs[0].figures.items() if "reference abc" in m.settings}
     assert found == {
-        ("none", "weights ema, num_steps 40, reference abc"): {400_000: 30.0},
-        ("none", "weights ema, num_steps 20, reference abc"): {400_000: 31.0},
-        ("guidance sparse, guidance.w 1.5", "weights ema, num_steps 40, reference abc"): {400_000: 32.0},
+        ("none", "num_steps 40, reference abc, weights ema"): {400_000: 30.0},
+        ("none", "num_steps 20, reference abc, weights ema"): {400_000: 31.0},
+        ("guidance sparse, guidance.w 1.5", "num_steps 40, reference abc, weights ema"): {400_000: 32.0},
     }
     assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
     assert f"{file}: line 1 is left out: it is not a result of fid.py (1 other lines are left out, too)" in caplog.messages

@@ -33,7 +33,7 @@ class Measure(NamedTuple):
     metric: str  # a metric name, or `training loss`
     num_samples: int
     guidance: str  # guidance settings as text, or UNGUIDED
-    # Sampler, weights and reference as text. The reference is a file name for training figures and a hash for fid.py figures.
+    # Sampler, weights and reference as text. If train.py used the reference for the run, it is a file name, and otherwise a hash.
     settings: str
 
     def in_words(self) -> str:
@@ -84,6 +84,7 @@ class Run:
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, from the training lines
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # values by measure and step, including LOSS
+    references: dict[str, str] = field(default_factory=dict)  # file names of train.py's references by hash
 
     @property
     def row(self) -> dict:
@@ -119,7 +120,9 @@ class Run:
         """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
         settings = without_defaults(settings)
         guidance = guidance_fields(settings)
-        others = {key: value for key, value in settings.items() if key not in (*guidance, *OMITTED)}
+        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance, *OMITTED)}
+        if others.get("reference") in self.references:  # train.py and fid.py used the same reference
+            others["reference"] = self.references[others["reference"]]
         guidance_text = UNGUIDED if guidance == {"cfg_scale": 1.0} else format_settings(guidance)
         for metric, value in metrics.items():
             self.figures.setdefault(Measure(metric, num_samples, guidance_text, format_settings(others)), {})[step] = value
@@ -158,6 +161,8 @@ def read_run(path: Path) -> Run:
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
     for line in lines["evaluation"]:
         point = {**guidance_fields(line), **line.get("settings", {})}
+        if (name := point.get("reference")) and (reference_hash := line.get("reference_hash")):
+            run.references[reference_hash] = name
         run.add(line["step"], line["metrics"], line["num_samples"], point)
     return run
 

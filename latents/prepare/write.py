@@ -212,9 +212,12 @@ def count_left_out(left_out: Sequence[dict]) -> str:
 
 
 def log_notes(manifest: dict) -> None:
-    """Log how many images are transparent or have further frames."""
+    """Log how many images are transparent, have further frames, or lost their contents to value_range."""
     notes = manifest.get("notes", {})
     if count := notes.get("transparent"):
         log.info("%d images are transparent; their background is %s (background=)", count, manifest["settings"].get("background"))
     if count := notes.get("multi_frame"):
         log.info("%d images have further pages or frames, of which only the first is used", count)
+    if count := notes.get("flat"):
+        used = manifest["settings"].get("value_range")
+        log.warning("%d images became a single grey level, because value_range=%s does not fit their values", count, used)
