@@ -19,7 +19,18 @@ from evaluations.images import write_npz
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import guided
 from extras.benchmarks.contrasts import NAMES, Contrast
-from extras.benchmarks.guided import ARMS, CHOOSING, COMPARING, GUIDANCES, Arm, Recorder, choosing_points, show_guided
+from extras.benchmarks.guided import (
+    ARMS,
+    CHOOSING,
+    COMPARING,
+    GUIDANCES,
+    Arm,
+    Recorder,
+    choosing_points,
+    comparing_points,
+    complete_lines,
+    show_guided,
+)
 
 
 def test_the_arms_take_equal_times_and_keep_the_planned_checkpoints():
@@ -178,10 +189,36 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
     assert "| ratio of distances, routed / dense, unguided, full time | 3 | 1.00 (1.00 to 1.00" in text
 
 
-def test_a_seed_counts_only_if_all_of_its_arms_are_compared(capsys):
-    about = {"step": ARMS["dense"].step("full"), "guidance": "none", "scale": 1.0, "first_seed": COMPARING[0]}
-    metrics = dict.fromkeys(NAMES, 1.0)
-    lines = [about | {"arm": "dense", "seed": seed, "metrics": metrics} for seed in (10, 14)]
-    lines.append(about | {"arm": "routed", "seed": 14, "step": ARMS["routed"].step("full"), "metrics": metrics})
+def seed_lines(arm, seed, best_scale=2.0, num_compared=None):
+    """Return all lines of a run for the comparison, or the first `num_compared` of its fresh evaluations."""
+
+    def line(time, guidance, scale, first_seed, value):
+        about = {"arm": arm, "seed": seed, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale}
+        return about | {"first_seed": first_seed, "metrics": dict.fromkeys(NAMES, value)}
+
+    chosen = [line(*point, 1.0 + (point[2] != best_scale)) for point in choosing_points([], arm)]
+    points = comparing_points(chosen, arm)[:num_compared]
+    return chosen + [line(*point, 3 + seed * len(arm) * (1 + (point[0] == "full")) % 7 / 1000) for point in points]
+
+
+@pytest.mark.parametrize("last", [{}, {"num_compared": 3}, {"num_compared": 0}, {"best_scale": 1.5}])
+def test_the_first_seeds_count_that_have_all_points_at_the_scales_that_these_seeds_choose(last):
+    # Seed 12 diverged. Seed 13 counts if it has all points, also at the scale that the three seeds choose together.
+    lines = [line for arm in ("dense", "routed") for seed in (10, 11) for line in seed_lines(arm, seed)]
+    lines += seed_lines("dense", 13) + seed_lines("routed", 13, **last)
+    counted = {(line["arm"], line["seed"]) for line in complete_lines(lines)}
+    seeds = (10, 11) if last else (10, 11, 13)
+    assert counted == {(arm, seed) for arm in ("dense", "routed") for seed in seeds}
+    assert not complete_lines([line for line in lines if line["arm"] == "dense"])
+
+
+def test_a_secondary_arm_counts_with_the_seeds_for_which_it_is_complete(capsys):
+    lines = [line for arm in ("dense", "routed") for seed in (10, 11, 12) for line in seed_lines(arm, seed)]
+    lines += [line for seed in (10, 11) for line in seed_lines("dense-46", seed)]
+    lines += seed_lines("dense-46", 12, num_compared=2) + seed_lines("dense-46", 13)
+    counted = [(line["arm"], line["seed"]) for line in complete_lines(lines)]
+    assert {seed for arm, seed in counted if arm == "dense-46"} == {10, 11} and ("routed", 12) in counted
     show_guided(lines)
-    assert "| dense | full | none | 1 | 1 |" in capsys.readouterr().out  # seed 14 alone
+    text = capsys.readouterr().out
+    assert "| ratio of distances, routed / dense-46, each at its best guidance, full time | 2 | 1.00 (" in text
+    assert "1. ratio of distances, routed / dense, each at its best guidance, full time | 3 | 1.00 (" in text

@@ -302,14 +302,37 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
         yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
 
 
+def complete_lines(lines: list[dict]) -> list[dict]:
+    """Return the lines of the first seeds, in the order of the rule, that have all points of the comparison.
+
+    These are as many seeds as possible. Their lines alone choose the scales, so the points depend on the number of seeds. A
+    secondary arm counts with those of these seeds for which it is complete, too. A seed without lines of the comparison, such as
+    one whose loss diverged, is skipped.
+    """
+    complete = _complete_lines(lines, PRIMARY)
+    seeds = {line["seed"] for line in complete}
+    of_seeds = [line for line in lines if line["seed"] in seeds]
+    return complete + [line for arm in ARMS if arm not in PRIMARY for line in _complete_lines(of_seeds, [arm])]
+
+
+def _complete_lines(lines: list[dict], arms: Sequence[str]) -> list[dict]:
+    """Return the lines of the arms for as many of the first seeds as have all points of the comparison in every arm."""
+    compared = {(line["arm"], line["seed"]) for line in lines if line.get("first_seed") == COMPARING[0]}
+    seeds = [seed for seed in SEEDS if all((arm, seed) in compared for arm in arms)]
+    for number in range(len(seeds), 0, -1):
+        counted = seeds[:number]
+        found = [line for line in lines if line["arm"] in arms and line["seed"] in counted]
+        if not any(unrecorded(found, arm, seed, comparing_points(found, arm)) for arm, seed in product(arms, counted)):
+            return found
+    return []
+
+
 def show_guided(lines: list[dict]) -> None:
     """Print the choice of the scales, all arms, the outcomes, and ratios of validation losses and step times.
 
-    A seed counts if all of its arms have been compared.
+    Only complete seeds count (see `complete_lines`).
     """
-    compared = {(line["arm"], line["seed"]) for line in lines if line.get("first_seed") == COMPARING[0]}
-    counted = [seed for seed in SEEDS if all((arm, seed) in compared for arm, plan in ARMS.items() if seed in plan.seeds)]
-    lines = [line for line in lines if line["seed"] in counted]
+    lines = complete_lines(lines)
     arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
     rows = []
     for arm, time in product(arms, TIMES):
