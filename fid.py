@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
         raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
     resolution = images.shape[1] if images else next(iter(sizes))
     detectors = cfg.evaluation.all_detectors
-    reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background)
+    encoded_with = on_main(lambda: settings_of_latents(runs.values()))
+    reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
 
     # Evaluate the points, and write the results.
     output = Path(cfg.output) if cfg.output else results_folder(cfg, folders)
@@ -123,6 +125,17 @@ def keys_of_sampling(cfg: FidConfig) -> list[str]:
     default = OmegaConf.merge(*(OmegaConf.load(REPOSITORY / "configs" / f"{name}.yaml") for name in ("sampling", "fid")))
     typed = {key: value for key, value in cfg if key not in cfg.keys_for_images and value != default.get(key)}
     return [key for key, value in typed.items() if key != "guidance" or value[0].name != "none"]
+
+
+def settings_of_latents(runs: Iterable[TrainConfig]) -> dict[str, object]:
+    """Return the settings that encoded the runs' latents, if the latents are on this machine."""
+    from latents.shards import read_manifest_at
+
+    settings = {}
+    for run in runs:
+        with contextlib.suppress(UserError):  # a damaged manifest does not stop an evaluation
+            settings |= read_manifest_at(run.data.path).get("settings", {})
+    return settings
 
 
 def resolve_checkpoints(cfg: FidConfig) -> list[Path]:

@@ -82,11 +82,12 @@ def main(cfg: TrainConfig) -> float | None:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    tracking.finish(accelerator)
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
-        call_previous_handler(trainer.stopped_by)
+        call_previous_handler(trainer.stopped_by)  # submitit's handler exits; wandb then uploads the rest, which can take long
+    tracking.finish(accelerator)
+    if not is_complete:
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
     return processes.on_main(lambda: run.objective_at(trainer.step) if cfg.eval.every else None)

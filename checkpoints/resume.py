@@ -32,7 +32,10 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
 
 
 def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
-    """Open and lock the folder of a run that starts at step 0, and rename the results of a run with other settings.
+    """Open and lock the folder of a run that starts at its first step, and rename the results of an earlier run.
+
+    A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
+    with other settings, or of one whose checkpoints are gone, are renamed.
 
     Raises UserError if another process has trained the run since `open_existing_run` looked for it.
     """
@@ -41,11 +44,15 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         run.open()
         if store.list_steps(run.checkpoints):
             raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
+        reason = "a run with other settings"
         with contextlib.suppress(UserError):  # the file is not a configuration
             if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
-                return
+                every = min(cfg.checkpoint.every or cfg.train.num_steps, cfg.train.num_steps)  # the last step is saved, too
+                if (last := run.reached_checkpoint(every)) is None:
+                    return
+                reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
-            run.rename_results()
+            run.rename_results(reason)
 
     on_main(open_and_rename)
 

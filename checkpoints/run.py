@@ -72,6 +72,11 @@ def read_metrics(file: Path) -> dict[str, list[dict]]:
     return {kind: [line for line in lines if name in line] for kind, (name, _) in KINDS.items()}
 
 
+def is_renamed(path: Path) -> bool:
+    """Return whether `RunFolder.rename_results` renamed a file or folder."""
+    return re.search(r"_earlier_[0-9a-f]{8}$", path.stem) is not None
+
+
 class RunFolder:
     """A run folder with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to the folder."""
 
@@ -146,6 +151,12 @@ class RunFolder:
         alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
+    def reached_checkpoint(self, every: int) -> int | None:
+        """Return the last step in metrics.jsonl if a run with checkpoints at all multiples of `every` has saved one, or None."""
+        last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
+        start = next((line["step"] for line in read_lines(self.starts) if isinstance(line.get("step"), int)), 0)
+        return last if last >= (start // every + 1) * every else None
+
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
 
@@ -159,13 +170,13 @@ class RunFolder:
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user
                 file.unlink()
 
-    def rename_results(self) -> None:
-        """Rename the files and grids of a run with other settings, so that a new run does not delete them."""
+    def rename_results(self, reason: str) -> None:
+        """Rename the files and grids of an earlier run, so that the new run does not delete them (see `is_renamed`)."""
         suffix = f"earlier_{secrets.token_hex(4)}"
-        for name in ("config.yaml", "metrics.jsonl", "samples", "evaluations", "wandb_id"):
+        for name in ("config.yaml", "metrics.jsonl", "samples", "evaluations", SNAPSHOTS, "wandb_id"):
             if (path := self.path / name).exists():
                 path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
-        log.warning("%s holds results of a run with other settings; they are now in *_%s", self.path, suffix)
+        log.warning("%s holds results of %s; they are now in *_%s", self.path, reason, suffix)
 
     def close(self) -> None:
         """Release the lock on the run folder."""

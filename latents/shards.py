@@ -204,10 +204,14 @@ def read_manifest(folder: Path) -> dict | None:
     return manifest
 
 
+def read_manifest_at(path: str | None) -> dict:
+    """Return the manifest of the latents at `path`, or {} if the folder or the file is missing."""
+    return (read_manifest(Path(path)) if path and Path(path).is_dir() else None) or {}
+
+
 def read_class_names(path: str | None) -> list[str] | None:
-    """Return the class names of the latents at `path`, or None if the folder or the names are missing. Read only the manifest."""
-    manifest = read_manifest(Path(path)) if path and Path(path).is_dir() else None
-    return manifest and manifest.get("class_names")
+    """Return the class names of the latents at `path`, or None if they are missing. Read only the manifest."""
+    return read_manifest_at(path).get("class_names")
 
 
 class LatentDataset:

@@ -12,6 +12,9 @@ from common.files import regular_file
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
+# Names of the parts of a data set.
+SPLITS = {"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"}
+SPLITS |= {"test": "test", "testing": "test"}
 TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that `index_tars` rejects them
 
 
@@ -39,8 +42,21 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     """
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
+    _check_parts(path, tars)
     bar = progress_bar(tars, desc="indexing", unit="tars", delay=1, leave=False)
     return [item for tar in bar for item in _index(tar, extensions)]
+
+
+def _check_parts(path: Path, tars: list[Path]) -> None:
+    """Raise UserError if the names of the tars below `path` contain different parts of a data set, such as train and val."""
+    first: dict[frozenset[str], str] = {}  # the first tar for each set of parts that a name contains
+    for name in (tar.relative_to(path).as_posix() for tar in tars if tar != path):
+        parts = frozenset(SPLITS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLITS)
+        first.setdefault(parts, name)
+    first.pop(frozenset(), None)
+    if len(first) > 1:
+        remedy = "give a folder with one part, or rename the tars to use them together"
+        raise UserError(f"{path} holds tars of several parts of a data set ({', '.join(first.values())}); {remedy}")
 
 
 def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:

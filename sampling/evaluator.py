@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -65,7 +66,12 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
 
 
 def open_reference(
-    path: str | None, key: str, detectors: Sequence[str], resolution: int | None = None, background: str = "white"
+    path: str | None,
+    key: str,
+    detectors: Sequence[str],
+    resolution: int | None = None,
+    background: str = "white",
+    encoded_with: Mapping[str, object] = MappingProxyType({}),
 ) -> ImageSet:
     """Open the reference at `path`. If `path` is a folder of images, they are cropped to `resolution` with ADM's centre crop.
 
@@ -73,10 +79,11 @@ def open_reference(
         detectors: Names of the detectors that will be applied to the reference.
         resolution: Height of the samples in pixels. Stored images of another height only cause a warning.
         background: Colour that the training latents have behind transparent images.
+        encoded_with: Settings of `prepare_latents.py encode` that made the training latents, if they are known.
 
     Raises:
         UserError: The reference cannot be opened, was made with another background, or has fewer than two images and no
-            statistics for one of the detectors.
+            statistics for one of the detectors. Also raised for a folder if the training images were padded or made grey.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
@@ -85,6 +92,10 @@ def open_reference(
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
     is_folder = Path(path).is_dir() and not holds_shards(path)
+    if is_folder and (changed := [f"{name}={encoded_with[name]}" for name in ("pad", "grey") if encoded_with.get(name)]):
+        typed = " ".join(changed).lower()
+        remedy = f"`prepare_latents.py encode autoencoder=identity {typed}` makes shards of pixels, which are a reference, too"
+        raise UserError(f"{key}={path}: the training images were encoded with {typed}, and a folder is only cropped; {remedy}")
     images = open_image_set(path, crop=resolution if is_folder else None, background=background)
     check_same(images.quick_fingerprint(), key, images.path)
     for name in detectors:  # checked before the detectors download their weights

@@ -56,7 +56,7 @@ class PointEvaluator:
         """
         if self.images:
             path = self.cfg.images
-            return [(Point({"images": path}, on_main(self.images.fingerprint), {"images": Path(path).name}), None)]
+            return [(Point({"images": path}, on_main(self.images.fingerprint), {"images": path}), None)]
         points: list[tuple[Point, Recipe]] = []
         for folder, choice in itertools.product(self.folders, self.cfg.choices()):
             recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
@@ -64,6 +64,7 @@ class PointEvaluator:
             typed = {key: sampler[key] for key, value in choice.model_extra.items() if value is not None}
             name = (store.find_run(folder) or folder.resolve().parent).name
             display = {"run": name, "step": store.read_step(folder), **settings, **typed}
+            display["network_precision"] = recipe.precision  # `precision` is also a metric
             point = Point({"checkpoint": str(folder), **settings, "precision": recipe.precision}, recipe.checkpoint_hash, display)
             if point.key not in (earlier.key for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
@@ -88,6 +89,7 @@ class PointEvaluator:
         shared |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
         shared["reference"] = on_main(self.reference.fingerprint)
         display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
+        display |= {"autoencoder": self.cfg.autoencoder} if self.cfg.autoencoder else {}
         return Results(self.output, shared, display)
 
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:

@@ -1,5 +1,6 @@
 """Representation alignment: its loss and gradient, whole runs, and images in shards."""
 
+import json
 import math
 import shutil
 
@@ -244,6 +245,15 @@ def test_the_projector_has_its_own_file_and_the_model_loads_without_it(repa, ali
     assert shapes == [(16, 96), (16, 16), (192, 16)]
     plain = train("from_aligned", *repa[:7], f"init_from={aligned}", "train.num_steps=1")
     assert "alignment_loss" not in metrics(plain)[0]
+
+
+def test_a_resume_with_another_precision_keeps_the_encoder(repa, aligned, train, tmp_path):
+    shutil.copytree(aligned, tmp_path / "run")
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step_0000006" / "state.json").read_text())
+    run = train("run", *repa, "train.precision=bf16", "train.num_steps=7")
+    train("run", *repa, "train.num_steps=8")
+    later = json.loads((run / "checkpoints" / "step_0000007" / "state.json").read_text())
+    assert later["encoder_hash"] == f"{state['encoder_hash']}-bf16" and [*losses(run)] == [*range(1, 9)]
 
 
 def test_a_resume_with_other_weights_of_the_encoder_or_without_alignment_is_refused(repa, aligned, train, tmp_path):

@@ -112,6 +112,7 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
     assert len([measure for measure in run.figures if measure.metric == "fd_digits"]) == 2
     best = min(rows, key=lambda row: float(row["fd_digits"]))
     assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
+    assert {row["network_precision"] for row in rows} == {"fp32"}
     assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # 70 samples: no significant difference
     fid("out", f"checkpoint={edm}", "num_samples=35")  # a point with another number of samples is not compared
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
@@ -150,8 +151,11 @@ def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_agai
     assert len({record["settings"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
     arrays = dict(np.load(REPOSITORY / REFERENCE.partition("=")[2]))
     np.savez(tmp_path / "digits_reference.npz", **arrays | {"arr_0": 255 - arrays["arr_0"]})
-    train("run", *settings, f"evaluation.reference={tmp_path / 'digits_reference.npz'}")
+    settings.append(f"evaluation.reference={tmp_path / 'digits_reference.npz'}")
+    train("run", *settings)
     assert len([record for record in metrics(run) if "metrics" in record]) == 3
+    train("run", *settings, "sample.rounding=truncate")  # the images change, too
+    assert [record["settings"].get("rounding") for record in metrics(run) if "metrics" in record] == 3 * [None] + ["truncate"]
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):

@@ -120,13 +120,16 @@ def test_a_complete_run_stays_as_it_is(caplog):
     assert contents() == before and "this run is complete at step 6" in caplog.text
 
 
-def test_results_of_a_run_without_checkpoints_are_replaced_only_if_its_settings_are_the_same(caplog):
+def test_results_of_a_run_whose_checkpoints_are_gone_are_renamed(caplog):
+    earlier = (RUN / "metrics.jsonl").read_text()
     shutil.rmtree(RUN / "checkpoints")
     run_train()
-    assert not [*RUN.glob("*earlier*")] and len(metrics(RUN)) == 6
+    (renamed,) = RUN.glob("metrics_earlier_*")
+    assert renamed.read_text() == earlier and len(metrics(RUN)) == 6
+    assert "holds results of a run that reached step 6, but none of its checkpoints; training starts over; they" in caplog.text
     shutil.rmtree(RUN / "checkpoints")
     run_train("train.num_steps=4")
-    assert [*RUN.glob("metrics_earlier_*")] and "holds results of a run with other settings" in caplog.text
+    assert len([*RUN.glob("metrics_earlier_*")]) == 2 and "holds results of a run with other settings" in caplog.text
 
 
 def test_another_run_starts_from_its_weights():

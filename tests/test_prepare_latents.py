@@ -306,6 +306,31 @@ def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(i
     assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "clean"))
 
 
+def test_images_that_were_left_out_and_can_be_read_again_are_encoded_by_the_same_command(images, tmp_path, caplog):
+    folder = shutil.copytree(images, tmp_path / "images")
+    names = open_labelled_images(folder).names
+    damaged = [names[1], names[3], names[30]]  # not among the images whose contents the hash of a shard covers
+    for name in damaged:
+        (folder / name).write_bytes(bytes((images / name).stat().st_size))
+    encode(folder, tmp_path / "out", "identity", "on_error=skip")
+    with pytest.raises(UserError, match=rf"^2 faults; .*\n- {damaged[0]} cannot .*\n- {damaged[1]}") as refused:
+        encode(folder, tmp_path / "out", "identity")
+    del refused
+    assert len(LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))) == 37
+    made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.safetensors")}
+    for name in damaged[::2]:
+        shutil.copy(images / name, folder / name)
+    dataset = LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))
+    assert (
+        len(dataset) == 39 and f"left out {damaged[0]}, which can be read now; renamed to .changed_latents_00000" in caplog.text
+    )
+    again = {file.name for file in dataset.files if file.stat().st_mtime_ns != made[file.name]}
+    assert again == {"latents_00000.safetensors", "latents_00003.safetensors"}
+    shutil.copy(images / damaged[1], folder / damaged[1])
+    encode(folder, tmp_path / "out", "identity")
+    assert contents(tmp_path / "out") == contents(encode(images, tmp_path / "clean", "identity"))
+
+
 def test_every_process_makes_its_shards_before_unreadable_images_end_all(tmp_path):
     for i in range(16):
         (tmp_path / "pictures" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)

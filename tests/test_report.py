@@ -119,6 +119,23 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
         (TREAD, "cfg_scale 1.25", "9.00 ± 1.41", "0.500 ± 0.000"),
     ]
     assert f"{TREAD}: best of none, cfg_scale 1.25, cfg_scale 1.5, cfg_scale 2.0 by fid" in table.notes
+    assert {row["Seeds"] for row in table.rows} == {"0, 1"}
+
+
+def test_guidances_are_compared_on_the_seeds_that_have_all_of_them(runs):
+    (first,), (second,) = (runs.glob(f"{DIT.replace('/', '_')}_seed{seed}*") for seed in (0, 1))
+    evaluation = {"step": 400_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": 39.5}}
+    write(first / "metrics.jsonl", evaluation | {"cfg_scale": 1.5})
+    table = guidance_table(grouped(runs))  # 39.5 is below the mean of both seeds without guidance, but above the 39 of seed 0
+    assert [(row["Seeds"], row["Guidance"], row["fid"]) for row in table.rows] == [("0", "none", "39.00")]
+    for seed, folder in enumerate((first, second)):  # each seed has its own weak network
+        weak = {"guidance": "sparse", "guidance.w": 2.0, "guidance.checkpoint": f"runs/x_seed{seed}/checkpoints/step_0050000"}
+        write(folder / "metrics.jsonl", evaluation | weak | {"metrics": {"fid": 20.0 + seed}})
+    found = {row["Guidance"]: (row["Seeds"], row["fid"]) for row in results_table(grouped(runs)).rows if row["Experiment"] == DIT}
+    assert found["guidance sparse, guidance.w 2.0, guidance.checkpoint runs/x/checkpoints/step_0050000"][0] == "0, 1"
+    write(second / "metrics.jsonl", evaluation | {"cfg_scale": 2.0})
+    table = guidance_table(grouped(runs))
+    assert not table.rows and table.notes[0].startswith(f"{DIT}: no seed has all of none, cfg_scale 1.5, ")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +169,7 @@ def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machi
     # The best of the other dense seed is 39, after 40,000 s. The routed mean reaches 39 at step 152,500, after 7,625 s.
     assert rows(speedup_table, runs)[TREAD]["Speedup in hours"] == "5.25×"
     start = json.loads((next(runs.glob("*tread*")) / "starts.jsonl").read_text())
-    write(next(runs.glob("*tread*")) / "starts.jsonl", start | {"num_processes": 4, "device": "B"})
+    write(next(runs.glob("*tread*")) / "starts.jsonl", start | {"step": 50_000, "num_processes": 4, "device": "B"})
     assert f"{TREAD}: hours on 4 × B and 8 × Example GPU against hours on 8 × Example GPU" in notes(speedup_table, runs)
 
 
@@ -357,12 +374,73 @@ def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path, c
     runs, problems = read_runs([tmp_path])
     found = {(m.guidance, m.settings): values for m, values in runs[0].figures.items() if "reference abc" in m.settings}
     assert found == {
-        ("none", "num_steps 40, reference abc, weights ema"): {400_000: 30.0},
-        ("none", "num_steps 20, reference abc, weights ema"): {400_000: 31.0},
-        ("guidance sparse, guidance.w 1.5", "num_steps 40, reference abc, weights ema"): {400_000: 32.0},
+        ("none", "num_steps 40, weights ema, reference abc"): {400_000: 30.0},
+        ("none", "num_steps 20, weights ema, reference abc"): {400_000: 31.0},
+        ("guidance sparse, guidance.w 1.5", "num_steps 40, weights ema, reference abc"): {400_000: 32.0},
     }
     assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
     assert f"{file}: line 1 is left out: it is not a result of fid.py (1 other lines are left out, too)" in caplog.messages
+
+
+def test_results_of_fid_count_only_for_the_run_that_made_the_checkpoint(tmp_path):
+    folders = [make_run(tmp_path, f"experiment={TREAD}", f"seed={i}", name=f"run{i}", fid={400_000: 50.0}) for i in (0, 1)]
+    results = folders[0] / "evaluations" / "results.jsonl"
+    results.parent.mkdir()
+
+    def add(file, checkpoint, fid, content="c"):
+        point = {"checkpoint": checkpoint, "num_samples": 50_000, "cfg_scale": 1.0, "content": content, "reference": "abc"}
+        write(file, {"point": point, "shown": {"step": 400_000}, "metrics": {"fid": fid}})
+
+    def found(*folders):
+        runs, problems = read_runs(folders)
+        figures = {run.path.name: [v[400_000] for m, v in run.figures.items() if m.settings == "reference abc"] for run in runs}
+        return figures, [*problems.values()]
+
+    # One command evaluated both runs. Without the second run, its results belong to no run, although they lie in the first.
+    for i, folder in enumerate(folders):
+        add(results, f"{folder}/checkpoints/step_0400000", 30.0 + i)
+    assert found(tmp_path) == ({"run0": [30.0], "run1": [31.0]}, [])
+    assert found(folders[0]) == ({"run0": [30.0]}, [f"results of {folders[1]}, which is no run here"])
+    # Results of one run count for the folder that holds them, even if the run was renamed and its checkpoints are gone.
+    shutil.move(folders[1], tmp_path / "renamed")
+    (tmp_path / "renamed" / "evaluations").mkdir()
+    add(tmp_path / "renamed" / "evaluations" / "results.jsonl", f"{folders[1]}/checkpoints/step_0400000", 32.0)
+    assert found(tmp_path / "renamed") == ({"renamed": [32.0]}, [])
+    # A checkpoint of the same step with another hash shows that the results are not the run's. The results of an earlier run with
+    # this name, which train.py renamed, are not the run's either.
+    earlier = folders[0] / "evaluations_earlier_0123abcd" / "results.jsonl"
+    earlier.parent.mkdir()
+    add(earlier, f"{folders[0]}/checkpoints/step_0400000", 33.0)
+    assert found(folders[0])[0] == {"run0": [30.0]}
+    (step := folders[0] / "checkpoints" / "step_0400000").mkdir(parents=True)
+    files = {name: {"blake2b": "0" * 32, "size": 1} for name in ("ema.safetensors", "model.safetensors", "config.yaml")}
+    (step / "manifest.json").write_text(json.dumps(files))
+    assert found(folders[0])[0] == {"run0": []}
+
+
+def test_figures_of_references_with_equal_names_are_compared_only_if_the_hashes_are_equal(tmp_path):
+    for name, reference_hash in ((DIT, "a" * 32), (TREAD, "b" * 32)):
+        folder = make_run(tmp_path, f"experiment={name}", "train.batch_size=128")
+        line = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fid": 30.0}}
+        write(folder / "metrics.jsonl", line | {"reference_hash": reference_hash})
+        point = {"checkpoint": f"{folder}/checkpoints/step_0400000", "num_samples": 50_000, "cfg_scale": 2.0, "content": "c"}
+        evaluation = {"point": point | {"reference": "c" * 32}, "shown": {"step": 400_000}, "metrics": {"fid": 20.0}}
+        (folder / "evaluations").mkdir()
+        write(folder / "evaluations" / "results.jsonl", evaluation | {"about": {"reference": "adm.npz"}})
+    cells = {(row["Experiment"].split()[0], row["Guidance"]): row for row in results_table(grouped(tmp_path)).rows}
+    assert cells[TREAD, "none"]["fid"] == "30.00" and "reference adm.npz bbbbbbbb" in cells[TREAD, "none"]["Measured with"]
+    assert cells[TREAD, "cfg_scale 2.0"]["fid"] == "20.00 (dense 20.00, +0%)"
+    assert cells[TREAD, "cfg_scale 2.0"]["Measured with"] == "reference adm.npz cccccccc"
+
+
+def test_starts_of_an_earlier_run_with_the_same_name_are_not_the_runs(tmp_path):
+    folder = make_run(tmp_path, f"experiment={TREAD}", name="a", fid={400_000: 50.0})
+    start = json.loads((folder / "starts.jsonl").read_text())
+    write(folder / "starts.jsonl", start | {"step": 300_000}, start | {"command": "second"}, start | {"step": 100_000})
+    assert [(line["step"], line["command"]) for line in read_run(folder).starts] == [
+        (0, "second"),
+        (100_000, "python train.py"),
+    ]
 
 
 def test_lines_with_other_contents_are_left_out_and_named(runs, caplog):

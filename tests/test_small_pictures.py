@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, encode, forget_accelerate, metrics
+from conftest import REPOSITORY, encode, forget_accelerate, metrics, run_fid
 from safetensors import safe_open
 
 import prepare_latents
@@ -109,13 +109,22 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
             train_detector(open_images(tmp_path / f"{name}.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
 
 
-def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(prepared, train):
+def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepared, train):
     files = [f"data.path={prepared / 'latents'}", f"evaluation.detector_weights={prepared / 'fashion.safetensors'}"]
     files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
     run = train("any_name", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")
     scores = [record["metrics"] for record in metrics(run) if "metrics" in record]
     assert [list(one) for one in scores] == 2 * [NAMES]
+    # A folder as the reference would be compared without the padding.
+    pictures = fashion[0] / "datasets" / "fashion"
+    words = (
+        "reference={}: the training images were encoded with pad=2 grey=true, and a folder is only cropped; `prepare_latents.py"
+    )
+    with pytest.raises(UserError, match=words.format(pictures)):
+        run_fid(f"checkpoint={run}", f"reference={pictures}", "num_samples=6", "cpu_threads=1")
+    with pytest.raises(UserError, match="evaluation." + words.format(pictures)):
+        train("folder", "experiment=fashion/dit_xs4_tread", *files, *few, f"evaluation.reference={pictures}")
     found = read_run(run)
     assert (found.row["name"], found.row["baseline"]) == ("fashion/dit_xs4_tread", "fashion/dit_xs4")
     assert "train.num_steps=2 instead of 6000, train.batch_size=4 instead of 64" in change_words(changes_of(found))

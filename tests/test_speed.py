@@ -237,6 +237,18 @@ def test_omp_num_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch):
             assert machine.cores_per_process() == share
 
 
+def test_a_task_of_slurm_uses_its_own_cores_whether_it_is_bound_to_them_or_not(monkeypatch):
+    for name in ("OMP_NUM_THREADS", *LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("LOCAL_WORLD_SIZE", "8"), ("SUBMITIT_EXECUTOR", "slurm"), ("SLURM_CPUS_PER_TASK", "8")):
+        monkeypatch.setenv(name, value)
+    for visible in (8, 64):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, visible=visible: range(visible))
+        assert machine.cores_per_process() == 8
+    monkeypatch.delenv("SUBMITIT_EXECUTOR")  # one task of Slurm starts torch's launcher, whose processes share its cores
+    assert machine.cores_per_process() == 8
+
+
 def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, monkeypatch):
     saved, train_step = [], Trainer.train_step
 
@@ -254,12 +266,12 @@ def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, m
     # Dynamo and torch's partitioner decide which activations are kept. The parts run without code generation.
     monkeypatch.setattr(compilation.torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     runs = []
-    for budget in (0.3, 1.0):  # 1.0 last, because the setting holds for the process
-        torch.compiler.reset()
+    torch.compiler.reset()
+    for budget in (1.0, 0.3):  # the second run must not use the blocks that the first run compiled
         saved.append(0)
         keys = ["train.compile=blocks", f"train.activation_memory_budget={budget}", "train.num_steps=2"]
         runs.append(run_train(tmp_path, f"budget_{budget}", *keys))
     assert losses(runs[0]) == losses(runs[1])
-    assert saved[0] < 0.6 * saved[1]
+    assert saved[1] < 0.6 * saved[0]
     with pytest.raises(UserError, match="activation_memory_budget=0.3 needs train.compile=blocks"):
         run_train(tmp_path, "eager", "train.compile=none", "train.activation_memory_budget=0.3")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -224,8 +225,11 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
     for seed in (3, 4):
         kept.add((run / "metrics.jsonl").read_text())
         (run / "checkpoints").rename(run / f"archive_{seed}")
+        (run / "ema_snapshots").mkdir()
+        (run / "ema_snapshots" / f"of_{seed}").write_text("kept")
         train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
     assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
+    assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_3", "of_4"}
 
 
 def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):
@@ -419,7 +423,22 @@ def test_wandb_logs_our_numbers_by_our_step_and_a_resumed_run_continues_its_wand
     for name, num_steps in (("run", 3), ("other", 1)):
         train(name, "wandb.mode=offline", f"train.num_steps={num_steps}")
     resumed, other = (settings["wandb"] for settings in started)
+    assert resumed["reinit"] == "finish_previous"
     assert resumed["id"] == (run / "wandb_id").read_text() != other["id"] and resumed["resume"] == "allow"
+
+
+def test_a_run_after_a_failed_run_of_a_sweep_has_its_own_wandb_run(train, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with pytest.raises(UserError, match="the loss became NaN"):
+        train("failed", "wandb.mode=offline", "train.lr=1e30")
+    later = train("later", "wandb.mode=offline", "train.num_steps=1")
+    assert [*(later / "wandb").glob(f"offline-run-*-{(later / 'wandb_id').read_text()}/*.wandb")]
+
+
+def test_a_missing_wandb_is_refused(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="^wandb.mode=offline: .*wandb.*; run `pip install wandb`, or set wandb.mode=disabled$"):
+        train("run", "wandb.mode=offline")
 
 
 def test_a_start_without_a_key_or_with_an_unusable_folder_of_wandb_is_refused_before_any_work(train, monkeypatch, tmp_path):
@@ -556,7 +575,13 @@ def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
         train("other", f"init_from={whole}", "init_state=all")
-    train("wider", *start, "train.batch_size=8")  # another batch size is accepted
+    wider = train(
+        "wider", *start, "train.batch_size=8", "train.num_steps=5", "checkpoint.every=1"
+    )  # another batch size is accepted
+    train("wider", *start, "train.batch_size=8")
+    assert [line["images_seen"] for line in metrics(wider)] == [4 * 4 + 8, 4 * 4 + 2 * 8]  # also after a resume
+    last = train("last", f"init_from={folder_of(wider, 5)}", "init_state=all", "train.batch_size=2")
+    assert metrics(last)[-1]["images_seen"] == 4 * 4 + 8 + 2
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])

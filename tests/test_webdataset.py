@@ -89,6 +89,25 @@ def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
         check(Tars(tmp_path), latents.astype(np.float32), labels)
 
 
+def test_tars_of_several_parts_of_a_data_set_are_refused(tmp_path):
+    latents, labels = sd_moments(2), [0, 1]
+    for names in (
+        ("train/00.tar", "val/00.tar"),
+        ("in1k-train-0000.tar", "in1k-validation-00.tar"),
+        ("Training_0.tar", "test.tar"),
+    ):
+        folder = tmp_path / names[0].replace("/", "_")
+        for name in names:
+            write_tar(folder / name, npy_members(latents, labels))
+        with pytest.raises(UserError, match=f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part"):
+            Tars(folder)
+    for names in (("train-0.tar", "training/latest.tar", "more.tar"), ("test-data/train-0.tar", "test-data/train-1.tar")):
+        folder = tmp_path / "accepted" / names[0].replace("/", "_")
+        for name in names:
+            write_tar(folder / name, npy_members(latents, labels))
+        assert len(Tars(folder).labels) == 2 * len(names)
+
+
 def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):
     latents, labels = sd_moments(4), [3, 1, 0, 2]
     members = sorted(npy_members(latents, labels), key=lambda member: member[0].rpartition(".")[2], reverse=True)

@@ -146,7 +146,7 @@ def build_hooks(
         for guidance in guidances:
             recipe = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
             recipes[tuple(guidance_settings(recipe.guidance).items())] = recipe
-        needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background
+        needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background, dataset.settings
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
     decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
     used = [*recipes.values(), *([grid] if grid else [])]

@@ -129,6 +129,11 @@ class SampleEvaluation(EvaluationHook):
         settings = {"weights": "ema", **sampler_settings(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
         settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
         settings |= hash_weights(cfg.evaluation)
+        # Earlier versions did not store these settings, so their usual values have no entry.
+        if cfg.sample.rounding != "round":
+            settings["rounding"] = cfg.sample.rounding
+        if cfg.data.autoencoder != trainer.dataset.info.autoencoder:
+            settings["autoencoder"] = cfg.data.autoencoder
         num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
         common = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
         return [{**common, **dict(guidance)} for guidance in self.samplers]

@@ -38,8 +38,11 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     net, device = modules[0], accelerator.device
     for module in (*modules, ema_net):
         module.to(device)
-    # torch.compile reads the memory budget at the first step. The budget is global, so each run in a sweep must set it again.
-    torch._functorch.config.activation_memory_budget = train.activation_memory_budget
+    # torch.compile reads the memory budget when it compiles a block for the first time. The budget and the compiled blocks are
+    # global, so a run in a sweep with another budget must compile them again.
+    if torch._functorch.config.activation_memory_budget != train.activation_memory_budget:
+        torch._functorch.config.activation_memory_budget = train.activation_memory_budget
+        torch.compiler.reset()
     compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)
     # Use one gradient bucket per block (91 MiB for DiT-XL/2), but at least DDP's default of 25 MiB. DDP reduces each full bucket

@@ -11,6 +11,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from checkpoints import store
+from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.progress import log_if_slow
@@ -33,6 +34,7 @@ class TrainerState(Settings):
     loss_count: int
     bin_sums: list[list[float]]
     encoder_hash: str | None  # hash of the alignment encoder's weights
+    image_offset: int = 0
 
 
 class CheckpointHook(Hook):
@@ -73,6 +75,7 @@ class CheckpointHook(Hook):
             loss_count=trainer.step - trainer.last_logged_step,
             bin_sums=trainer.bin_sums.tolist(),
             encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
+            image_offset=trainer.image_offset,
         )
         checkpoint = store.Checkpoint(trainer.step, **states, state=state.model_dump(), config=trainer.cfg.model_dump())
         self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
@@ -121,6 +124,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
     restore_training_state(trainer, folder, checkpoint)
     trainer.loss_sums.copy_(sums["loss_sums"])
     trainer.last_logged_step -= state.loss_count
+    trainer.image_offset = state.image_offset
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
         trainer.bin_sums.copy_(total_bin_sums(state, trainer.cfg.train.batch_size))
     log.info("resumed from %s", folder)
@@ -134,6 +138,8 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     if init_state == "all":
         restore_weights(trainer, folder, checkpoint)
         restore_training_state(trainer, folder, checkpoint)
+        larger = load_config(folder).train.batch_size - trainer.cfg.train.batch_size
+        trainer.image_offset = checkpoint.state.get("image_offset", 0) + checkpoint.step * larger
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
         restore_weights(trainer, folder, checkpoint)
     else:
@@ -182,7 +188,9 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
     stored = checkpoint.optimizer.get("state", {})
     state = optimizers.check_state(folder / "optimizer.pt", stored, trainer.optimizers, trainer.parameters)
     if trainer.alignment is not None:
-        if checkpoint.state.get("encoder_hash") != trainer.alignment.encoder_hash:
+        hashes = checkpoint.state.get("encoder_hash"), trainer.alignment.encoder_hash
+        # The precision may change. Earlier versions stored it after a hyphen.
+        if len({str(encoder_hash).partition("-")[0] for encoder_hash in hashes}) > 1:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()
         store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)

@@ -18,12 +18,19 @@ log = logging.getLogger(__name__)
 
 
 def check_login(mode: str) -> None:
-    """Raise UserError if wandb.mode=online has no valid API key. In a terminal, wandb asks for a missing key."""
-    if mode != "online":
+    """Raise UserError if wandb is not installed, or if wandb.mode=online has no valid API key.
+
+    In a terminal, wandb asks for a missing key.
+    """
+    if mode == "disabled":
         return
     try:
         import wandb  # imported only if it is used
-
+    except ImportError as e:  # accelerate would silently log nothing
+        raise UserError(f"wandb.mode={mode}: {first_line(e)}; run `pip install wandb`, or set wandb.mode=disabled") from e
+    if mode == "offline":
+        return
+    try:
         problem = None if wandb.login(verify=False) else "no API key is configured"
     except Exception as e:  # noqa: BLE001 (wandb raises many kinds of errors)
         problem = first_line(e).rstrip(".")
@@ -46,6 +53,8 @@ def start(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
     if cfg.wandb.mode == "disabled":
         return
     settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
+    # In a sweep, a failed run is still open. By default, wandb would add this run's figures to the failed run.
+    settings |= {"reinit": "finish_previous"}
     with never_fatal(accelerator):
         accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
         # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats after a crash.

@@ -90,6 +90,7 @@ class Trainer:
         optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
         last_logged_step: Step of the last metrics line.
+        image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
         slices: Slices of the global batch, one for each micro-batch of this process.
         loss_sums: Sums of the diffusion loss and, with alignment, the alignment loss since `last_logged_step`. They remain on the
             device, so no training step waits for the device.
@@ -121,7 +122,7 @@ class Trainer:
         size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
-        self.step = self.first_step = self.last_logged_step = 0
+        self.step = self.first_step = self.last_logged_step = self.image_offset = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.train_sec = 0.0
@@ -252,7 +253,7 @@ class Trainer:
         """
         losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
         steps_per_sec = (self.step - max(self.last_logged_step, self.first_step)) / max(self.train_sec, 1e-9)
-        images = self.step * batch_size
+        images = self.step * batch_size + self.image_offset
         record = {
             "step": self.step,
             **dict(zip(("loss", "alignment_loss"), losses)),

@@ -75,8 +75,9 @@ def step(
     """Time the training step of each variant (train.py arguments separated by spaces). `overrides` apply to all variants."""
     with TemporaryDirectory() as folder:
         cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
-        if len({(cfg.train.precision, cfg.train.tf32, cfg.train.cpu_threads) for cfg in cfgs.values()}) > 1:
-            raise UserError("variants cannot differ in train.precision, tf32 or cpu_threads, which hold for the whole process")
+        keys = ("precision", "tf32", "cpu_threads", "activation_memory_budget")
+        if len({tuple(getattr(cfg.train, key) for key in keys) for cfg in cfgs.values()}) > 1:
+            raise UserError(f"variants cannot differ in train.{', '.join(keys)}, which hold for the whole process")
         train = cfgs[variants[0]].train
         accelerator = machine.start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision)
         builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from configs.compose import compose_overrides
 from configs.schema import TrainConfig
 from configs.settings import flatten
 from extras.experiments import ROWS
-from extras.report.runs import LOSS, UNGUIDED, Measure, Run
+from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
 
 # Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
@@ -165,10 +164,6 @@ def identity_of(cfg: TrainConfig) -> dict[str, object]:
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
-
-
-def without_seed(name: str) -> str:
-    return re.sub(r"[-_.]*seed[-_.=]*\d+", "", name)
 
 
 @cache

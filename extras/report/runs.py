@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 
 from checkpoints import store
 from checkpoints.load import load_run_config
-from checkpoints.run import read_metrics
+from checkpoints.run import is_renamed, read_metrics
 from common.errors import UserError
 from common.files import read_lines
 from common.types import FiniteFloat, NonNegativeInt
@@ -24,7 +25,8 @@ from configs.settings import validate
 from evaluations.results import format_settings, guidance_fields, without_defaults
 
 UNGUIDED = "none"
-OMITTED = ("checkpoint", "content", "num_samples", "detector")  # settings in fid.py results that `Measure.settings` omits
+# Settings in fid.py results that `Measure.settings` omits or that `Run.add` formats.
+OMITTED = ("checkpoint", "content", "num_samples", "detector", "reference")
 
 
 class Measure(NamedTuple):
@@ -33,7 +35,8 @@ class Measure(NamedTuple):
     metric: str  # a metric name, or `training loss`
     num_samples: int
     guidance: str  # guidance settings as text, or UNGUIDED
-    # Sampler, weights and reference as text. If train.py used the reference for the run, it is a file name, and otherwise a hash.
+    # Sampler, weights and reference as text. The reference is a file name with the start of its hash. Lines of older versions
+    # lack the name or the hash.
     settings: str
 
     def in_words(self) -> str:
@@ -83,8 +86,8 @@ class Run:
     cfg: TrainConfig
     starts: list[dict]  # the lines of starts.jsonl
     speeds: dict[int, float] = field(default_factory=dict)  # steps per second by step, from the training lines
+    image_offset: int = 0  # images seen beyond step * batch_size, after init_state=all from a run with another batch size
     figures: dict[Measure, dict[int, float]] = field(default_factory=dict)  # values by measure and step, including LOSS
-    references: dict[str, str] = field(default_factory=dict)  # file names of train.py's references by hash
 
     @property
     def row(self) -> dict:
@@ -97,12 +100,12 @@ class Run:
         return max(map(max, self.figures.values()))
 
     @cached_property
-    def checkpoint_hashes(self) -> list[str]:
-        """Return the hash of each checkpoint in the run folder, as computed by `checkpoints.store.hash_checkpoint`."""
-        hashes = []
-        for folder in store.list_steps(self.path / "checkpoints").values():
+    def checkpoint_hashes(self) -> dict[int, str]:
+        """Return the hash of each checkpoint in the run folder by step, as computed by `checkpoints.store.hash_checkpoint`."""
+        hashes = {}
+        for step, folder in store.list_steps(self.path / "checkpoints").items():
             with contextlib.suppress(UserError):  # it has no manifest, or a running trainer has removed it
-                hashes.append(store.hash_checkpoint(folder))
+                hashes[step] = store.hash_checkpoint(folder)
         return hashes
 
     @cached_property
@@ -116,13 +119,20 @@ class Run:
         """Return the training hours until a step, interpolated between logged steps. Steps outside the logged range give NaN."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def add(self, step: int, metrics: dict[str, float], num_samples: int, settings: dict) -> None:
-        """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*), sampler and reference."""
+    def add(
+        self, step: int, metrics: dict[str, float], num_samples: int, settings: dict, name: str | None, reference_hash: str | None
+    ) -> None:
+        """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*) and sampler.
+
+        `name` and `reference_hash` are the file name and the hash of the reference, if they are known.
+        """
         settings = without_defaults(settings)
         guidance = guidance_fields(settings)
+        if "guidance.checkpoint" in guidance:  # runs with other seeds have their own checkpoints
+            guidance["guidance.checkpoint"] = without_seed(str(guidance["guidance.checkpoint"]))
+        reference = " ".join(filter(None, [name, reference_hash and reference_hash[:8]]))
         others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance, *OMITTED)}
-        if others.get("reference") in self.references:  # train.py and fid.py used the same reference
-            others["reference"] = self.references[others["reference"]]
+        others |= {"reference": reference} if reference else {}
         guidance_text = UNGUIDED if guidance == {"cfg_scale": 1.0} else format_settings(guidance)
         for metric, value in metrics.items():
             self.figures.setdefault(Measure(metric, num_samples, guidance_text, format_settings(others)), {})[step] = value
@@ -140,7 +150,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
                 runs.append(read_run(file.parent))
         except UserError as e:
             problems[str(file)] = str(e).replace(str(file), "it", 1)
-    for file in find_files(folders, "results.jsonl"):
+    files = [file for file in find_files(folders, "results.jsonl") if not is_renamed(file.parent)]
+    for file in files:
         if orphans := add_results(file, runs):
             problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
@@ -155,15 +166,18 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    run, lines = Run(path, load_run_config(path), starts), read_metrics(path / "metrics.jsonl")
+    # The last start at the first step began the present run. Earlier starts belong to a run whose results train.py renamed.
+    first = min((start["step"] for start in starts), default=0)
+    begins = max((i for i, start in enumerate(starts) if start["step"] == first), default=0)
+    run, lines = Run(path, load_run_config(path), starts[begins:]), read_metrics(path / "metrics.jsonl")
     for line in lines["training"]:
         run.speeds[line["step"]] = line["steps_per_sec"]
+        if isinstance(images := line.get("images_seen"), int):
+            run.image_offset = images - line["step"] * run.cfg.train.batch_size
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
     for line in lines["evaluation"]:
         point = {**guidance_fields(line), **line.get("settings", {})}
-        if (name := point.get("reference")) and (reference_hash := line.get("reference_hash")):
-            run.references[reference_hash] = name
-        run.add(line["step"], line["metrics"], line["num_samples"], point)
+        run.add(line["step"], line["metrics"], line["num_samples"], point, point.get("reference"), line.get("reference_hash"))
     return run
 
 
@@ -171,18 +185,27 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
     """Add the fid.py results in a file to their runs. Return the run folders that the file names but `runs` does not contain.
 
     Checkpoint hashes identify runs, even if a run folder was moved. If no hash matches, the function uses the run folder that the
-    result names, or else the run folder that contains the file.
+    result names, or else the run folder that contains the file, unless this run has another checkpoint at the step. The file's
+    folder counts only for the run with this name, or if all results in the file name the same run.
     """
+    lines = [line for line in read_lines(file, check_result) if "checkpoint" in line["point"]]  # others are for sets of images
+    named = {id(line): Path(line["point"]["checkpoint"]).resolve().parent.parent for line in lines}
     orphans = set()
-    for line in read_lines(file, check_result):
-        point = line["point"]
-        if "checkpoint" not in point:
-            continue  # a result for a set of images
-        places = (Path(point["checkpoint"]).resolve().parent.parent, file.parent.parent)
-        matches = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes))]
-        matches = matches or [run for place in places for run in runs if run.path == place][:1]
+    for line in lines:
+        point, step, named_run = line["point"], line["shown"]["step"], named[id(line)]
+        matches = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes.values()))]
+        places = [named_run]
+        if named_run.name == file.parent.parent.name or len({*named.values()}) == 1:
+            places.append(file.parent.parent)
+        candidates = [run for place in places for run in runs if run.path == place]
+        matches = matches or [run for run in candidates if step not in run.checkpoint_hashes][:1]
+        name = line.get("about", {}).get("reference")
         for run in matches:  # several matches are copies of one run
-            run.add(line["shown"]["step"], line["metrics"], point["num_samples"], point)
+            run.add(step, line["metrics"], point["num_samples"], point, name, point.get("reference"))
         if not matches:
-            orphans.add(str(places[0]))
+            orphans.add(str(named_run))
     return orphans
+
+
+def without_seed(name: str) -> str:
+    return re.sub(r"[-_.]*seed[-_.=]*\d+", "", name)

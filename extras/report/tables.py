@@ -36,11 +36,12 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         planned, batch_size = experiment.identity["train.num_steps"], experiment.identity["train.batch_size"]
         for measure in experiment.measures() or [LOSS]:
             step, values = [*experiment.curve(measure).items()][-1]
+            runs = experiment.longest_runs(measure)
             row = {
                 "Experiment": experiment.label,
-                "Seeds": ", ".join(sorted(str(run.cfg.seed) for run in experiment.longest_runs(measure))),
+                "Seeds": ", ".join(sorted(str(run.cfg.seed) for run in runs)),
                 "Step": f"{step:,} of {planned:,}" if step < planned else f"{step:,}",
-                "Images seen": f"{step * batch_size:,}",
+                "Images seen": f"{step * batch_size + runs[0].image_offset:,}",
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
                 "Samples": f"{measure.num_samples:,}" if measure.num_samples else "",
                 "Guidance": measure.guidance,
@@ -61,25 +62,38 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
 def guidance_table(experiments: Sequence[Experiment]) -> Table:
     """Show each experiment without guidance and at its best guidance, if its last step has several guidance settings.
 
-    The best guidance has the best mean of the first metric. Its figures are slightly too good because the same samples select it.
+    The best guidance has the best mean of the first metric, over the seeds that have all of these guidance settings. Its figures
+    are slightly too good because the same samples select it.
     """
     table = Table("Each experiment at its best guidance")
     for experiment in experiments:
-        evaluations: dict[tuple, dict[str, dict[str, list[float]]]] = {}  # values per seed by settings, guidance and metric
+        # Values by seed, for each step and way of measuring, guidance, and metric.
+        evaluations: dict[tuple, dict[str, dict[str, dict[int, float]]]] = {}
         for measure in experiment.measures():
             step, values = [*experiment.curve(measure).items()][-1]
+            by_seed = {run.cfg.seed: value for run, value in zip(experiment.longest_runs(measure), values)}
             key = (step, measure.num_samples, measure.settings)
-            evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = values
+            evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = by_seed
         for (step, num_samples, settings), guidances in evaluations.items():
             leading = next(iter(next(iter(guidances.values()))))
-            means = {name: fmean(figures[leading]) for name, figures in guidances.items() if leading in figures}
-            if len(means) < 2:
+            found = {name: figures for name, figures in guidances.items() if leading in figures}
+            if len(found) < 2:
                 continue
+            seeds = sorted(set.intersection(*({*figures[leading]} for figures in found.values())))
+            if not seeds:
+                table.notes.append(f"{experiment.label}: no seed has all of {', '.join(found)}")
+                continue
+            means = {name: fmean(figures[leading][seed] for seed in seeds) for name, figures in found.items()}
             best = min(means, key=lambda name: sign_of(leading) * means[name])
             table.notes.append(f"{experiment.label}: best of {', '.join(means)} by {leading}")
             for name in dict.fromkeys([*({UNGUIDED} & means.keys()), best]):
-                row = {"Experiment": experiment.label, "Step": f"{step:,}", "Samples": f"{num_samples:,}", "Guidance": name}
-                figures = {metric: format_mean(metric, values) for metric, values in guidances[name].items()}
+                row = {"Experiment": experiment.label, "Seeds": ", ".join(map(str, seeds)), "Step": f"{step:,}"}
+                row |= {"Samples": f"{num_samples:,}", "Guidance": name}
+                figures = {
+                    metric: format_mean(metric, [values[seed] for seed in seeds])
+                    for metric, values in found[name].items()
+                    if {*seeds} <= values.keys()
+                }
                 table.rows.append(row | figures | {"Measured with": settings})
     return table
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -24,7 +25,7 @@ from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Ran
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
-from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
 from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,22 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
+def _find_readable(source: LabelledImages, cfg: EncodeConfig, shard: PlannedShard, left_out: Sequence[str]) -> list[str]:
+    """Return which of the images that a shard has left out can be read now. If on_error=stop, the others raise UserError."""
+    names, readable, unreadable = {*left_out}, [], []
+    for number in range(shard.start, shard.stop):
+        if source.names[number] in names:
+            try:
+                with as_user_error(source.names[number]):
+                    image_reader(cfg)(source, number)
+                readable.append(source.names[number])
+            except UserError as e:
+                unreadable.append(str(e))
+    if unreadable and cfg.on_error == "stop":
+        raise UserError(list_faults(unreadable, REPAIR))
+    return readable
+
+
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: range) -> _Batch:
     pixels, kept, left_out, read, notes = [], [], [], image_reader(cfg), Counter()
     for number in numbers:
@@ -139,7 +156,7 @@ def encode_images(
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
     accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
     if accelerator.is_main_process:
-        writer.open()
+        writer.open(functools.partial(_find_readable, source, cfg))
     accelerator.wait_for_everyone()
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
     accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards

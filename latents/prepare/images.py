@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from common.errors import UserError
 from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, evenly_spaced_items
-from latents.tars import TAR_NAME, index_tars
+from latents.tars import SPLITS, TAR_NAME, index_tars
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,6 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
     return LabelledImages(path, [listed[i] for i in order], labels[order])
 
 
-SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 _BUCKET = re.compile(r"\d+|[0-9a-f]{1,2}")  # names of subfolders that only keep folders small, such as 00017 or a3
 
 
@@ -243,7 +242,7 @@ def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
     is_nested = len(deeper) == len(parts) and len(_subfolders(names)) > 1
     first = next((name for name in classes if name.lower().startswith("train")), classes[0])
     otherwise = f"or set labels=first_level to make {classes[0]}, {classes[1]}, ... the classes"
-    if SPLITS.issuperset(name.lower() for name in classes):
+    if SPLITS.keys() >= {name.lower() for name in classes}:
         give = f"images={path / first}" + ("" if deeper else " labels=none")
         raise UserError(f"images={path} holds {', '.join(classes)}, which are parts of a data set; give {give}, {otherwise}")
     if is_nested:

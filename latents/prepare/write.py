@@ -91,15 +91,24 @@ class ShardWriter:
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
         return sources
 
-    def open(self) -> None:
-        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`."""
+    def open(self, find_readable: Callable[[PlannedShard, Sequence[str]], list[str]] = lambda shard, left_out: []) -> None:
+        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`.
+
+        `find_readable` returns which of the items that a shard has left out can be read now. The writer makes such shards again.
+        """
+        planned = {shard.file: shard for shard in self.shards}
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
         for file, source in sorted(self._read_sources()):  # reread, because another process may have written shards meanwhile
             is_planned = (file, source) in self._planned
+            readable = []
             if is_planned and is_intact(file):
-                continue
+                left_out = read_header(file)[0]["provenance"]["left_out"]
+                if not left_out or not (readable := find_readable(planned[file], [entry["name"] for entry in left_out])):
+                    continue
             backup = file.with_name(f".changed_{file.name}")
             reason = "changed after it was written" if is_planned else "was made from other items than the source holds now"
+            if readable:
+                reason = f"left out {readable[0]}, which can be read now"
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
             os.replace(file, backup)
         if self.missing():
