@@ -47,8 +47,8 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         reason = "a run with other settings"
         with contextlib.suppress(UserError):  # the file is not a configuration
             if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
-                every = min(cfg.checkpoint.every or cfg.train.num_steps, cfg.train.num_steps)  # the last step is saved, too
-                if (last := run.reached_checkpoint(every)) is None:
+                num_steps = cfg.train.num_steps
+                if (last := run.reached_checkpoint(cfg.checkpoint.every or num_steps, num_steps)) is None:
                     return
                 reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
         if run.metrics.exists() and run.metrics.stat().st_size > 0:

@@ -151,11 +151,15 @@ class RunFolder:
         alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
-    def reached_checkpoint(self, every: int) -> int | None:
-        """Return the last step in metrics.jsonl if a run with checkpoints at all multiples of `every` has saved one, or None."""
+    def reached_checkpoint(self, every: int, num_steps: int) -> int | None:
+        """Return the last step in metrics.jsonl if the run has saved a checkpoint, or None.
+
+        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped.
+        """
         last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
-        start = next((line["step"] for line in read_lines(self.starts) if isinstance(line.get("step"), int)), 0)
-        return last if last >= (start // every + 1) * every else None
+        starts = [line["step"] for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
+        first = min(starts, default=0)
+        return last if max(starts, default=0) > first or last >= min((first // every + 1) * every, num_steps) else None
 
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

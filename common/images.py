@@ -108,10 +108,8 @@ def read_rgb(
             raise ValueError(f"Pillow's mode {image.mode} is not accepted (accepted: {', '.join(modes)}){hint}")
         image = ImageOps.exif_transpose(image)
     if image.mode in DEEP_MODES:
-        grey = _to_grey(image, value_range)
-        if len({*grey.getextrema()}) < len({*image.getextrema()}):
-            notes.append("flat")
-        image = grey
+        image, is_flat = _to_grey(image, value_range)
+        notes += ["flat"] if is_flat else []
     if not image.has_transparency_data:
         return image.convert("RGB"), notes
     layer = image.convert("RGBA")
@@ -120,17 +118,22 @@ def read_rgb(
     return canvas.convert("RGB"), notes + (["transparent"] if layer.getextrema()[3][0] < 255 else [])
 
 
-def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> Image.Image:
-    """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white."""
+def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> tuple[Image.Image, bool]:
+    """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white.
+
+    Also return whether different values became a single grey level.
+    """
+    values = np.asarray(image, dtype=np.float64)  # Pillow's own extrema do not exist for big-endian images
     if value_range is None:
-        low, high = image.getextrema()
-        message = f"Pillow's mode {image.mode} has more than 8 bits, and this image has values from {low:g} to {high:g}"
+        message = f"Pillow's mode {image.mode} has more than 8 bits, and this image has values from {values.min():g} to"
+        message += f" {values.max():g}"
         raise ValueError(f"{message}; value_range=[low,high] of prepare_latents.py maps low to black and high to white")
     low, high = value_range
-    levels = (np.asarray(image, dtype=np.float64) - low) * (255 / (high - low))
+    levels = (values - low) * (255 / (high - low))
     if not np.isfinite(levels).all():
         raise ValueError("the image holds NaN or infinity")
-    return Image.fromarray(np.clip(np.round(levels), 0, 255).astype(np.uint8))
+    pixels = np.clip(np.round(levels), 0, 255).astype(np.uint8)
+    return Image.fromarray(pixels), bool(np.ptp(pixels) == 0 and np.ptp(values) > 0)
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:

@@ -58,7 +58,8 @@ class Results:
 
     Args:
         shared: Settings that all points share, such as the number of samples, the detector and the reference.
-        shared_display: These settings as displayed in tables, which results.jsonl stores as `about`.
+        shared_display: These settings as displayed in tables, which results.jsonl stores as `about`. Tables omit the
+            reference's `quick_fingerprint` in `reference_hash`.
     """
 
     def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None):
@@ -117,7 +118,8 @@ class Results:
         best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
         mark = "" if len(comparable) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
         errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-        row = line["shown"] | line["about"] | {"best": mark} | line["metrics"] | line["cost"]
+        about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
+        row = line["shown"] | about | {"best": mark} | line["metrics"] | line["cost"]
         cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
         return row | {f"{name}_error": error for name, error in errors.items()}, cells
 

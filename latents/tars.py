@@ -40,23 +40,27 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     Raises UserError if a tar is compressed or damaged, or if another tar follows in the same file. Also raises UserError if a key
     contains a dot, if a key has no label, no member or two members, or if a label is not an integer.
     """
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    tars = [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
-    _check_parts(path, tars)
+    tars = list_tars(path)
     bar = progress_bar(tars, desc="indexing", unit="tars", delay=1, leave=False)
     return [item for tar in bar for item in _index(tar, extensions)]
 
 
-def _check_parts(path: Path, tars: list[Path]) -> None:
+def list_tars(path: Path) -> list[Path]:
+    """Return a tar, or all tars below a folder, sorted by path."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
+
+
+def check_parts(path: Path, remedy: str) -> None:
     """Raise UserError if the names of the tars below `path` contain different parts of a data set, such as train and val."""
     first: dict[frozenset[str], str] = {}  # the first tar for each set of parts that a name contains
-    for name in (tar.relative_to(path).as_posix() for tar in tars if tar != path):
+    for name in (tar.relative_to(path).as_posix() for tar in list_tars(path) if tar != path):
         parts = frozenset(SPLITS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLITS)
         first.setdefault(parts, name)
     first.pop(frozenset(), None)
     if len(first) > 1:
-        remedy = "give a folder with one part, or rename the tars to use them together"
-        raise UserError(f"{path} holds tars of several parts of a data set ({', '.join(first.values())}); {remedy}")
+        examples = ", ".join(first.values())
+        raise UserError(f"{path} holds tars of several parts of a data set ({examples}); give a folder with one part, {remedy}")
 
 
 def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:

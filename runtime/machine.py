@@ -158,13 +158,13 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
 def cores_per_process() -> int:
     """Return OMP_NUM_THREADS if the user set it. Otherwise divide the number of cores by the number of processes on this node.
 
-    In a job of submitit, each process is a task of Slurm with cores of its own.
+    In submitit's jobs on Slurm, each process is a task with cores of its own.
     """
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(num_threads)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     own = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if "SUBMITIT_EXECUTOR" in os.environ and own.isdecimal():  # Slurm may have bound the process to its own cores
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and own.isdecimal():  # Slurm may have bound the process to its own cores
         return max(1, min(num_cores, int(own)))
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -83,7 +83,7 @@ def open_reference(
 
     Raises:
         UserError: The reference cannot be opened, was made with another background, or has fewer than two images and no
-            statistics for one of the detectors. Also raised for a folder if the training images were padded or made grey.
+            statistics for one of the detectors. Also raised for a folder if the training images were padded.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
@@ -92,10 +92,11 @@ def open_reference(
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
     is_folder = Path(path).is_dir() and not holds_shards(path)
-    if is_folder and (changed := [f"{name}={encoded_with[name]}" for name in ("pad", "grey") if encoded_with.get(name)]):
-        typed = " ".join(changed).lower()
-        remedy = f"`prepare_latents.py encode autoencoder=identity {typed}` makes shards of pixels, which are a reference, too"
-        raise UserError(f"{key}={path}: the training images were encoded with {typed}, and a folder is only cropped; {remedy}")
+    if is_folder and (pad := encoded_with.get("pad")):
+        remedy = f"use shards of pixels (`prepare_latents.py encode autoencoder=identity pad={pad}`), or an .npz of padded images"
+        raise UserError(f"{key}={path}: the training images were encoded with pad={pad}, but a folder is only cropped; {remedy}")
+    if is_folder and encoded_with.get("grey"):
+        log.warning("%s=%s: the training images were encoded with grey=true; colour images in a folder stay coloured", key, path)
     images = open_image_set(path, crop=resolution if is_folder else None, background=background)
     check_same(images.quick_fingerprint(), key, images.path)
     for name in detectors:  # checked before the detectors download their weights

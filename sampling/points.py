@@ -90,6 +90,7 @@ class PointEvaluator:
         shared["reference"] = on_main(self.reference.fingerprint)
         display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
         display |= {"autoencoder": self.cfg.autoencoder} if self.cfg.autoencoder else {}
+        display["reference_hash"] = on_main(self.reference.quick_fingerprint)  # as in train.py's evaluations
         return Results(self.output, shared, display)
 
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:

@@ -202,7 +202,7 @@ def seed_lines(arm, seed, best_scale=2.0, num_compared=None):
 
 
 @pytest.mark.parametrize("last", [{}, {"num_compared": 3}, {"num_compared": 0}, {"best_scale": 1.5}])
-def test_the_first_seeds_count_that_have_all_points_at_the_scales_that_these_seeds_choose(last):
+def test_the_first_seeds_count_that_have_all_points_at_the_scales_that_these_seeds_choose(last, capsys):
     # Seed 12 diverged. Seed 13 counts if it has all points, also at the scale that the three seeds choose together.
     lines = [line for arm in ("dense", "routed") for seed in (10, 11) for line in seed_lines(arm, seed)]
     lines += seed_lines("dense", 13) + seed_lines("routed", 13, **last)
@@ -210,6 +210,8 @@ def test_the_first_seeds_count_that_have_all_points_at_the_scales_that_these_see
     seeds = (10, 11) if last else (10, 11, 13)
     assert counted == {(arm, seed) for arm in ("dense", "routed") for seed in seeds}
     assert not complete_lines([line for line in lines if line["arm"] == "dense"])
+    show_guided(lines)
+    assert ("Seeds [13] have no complete comparison yet: `guided seeds=[10,11,12,13]`" in capsys.readouterr().out) == bool(last)
 
 
 def test_a_secondary_arm_counts_with_the_seeds_for_which_it_is_complete(capsys):

@@ -313,10 +313,12 @@ def test_images_that_were_left_out_and_can_be_read_again_are_encoded_by_the_same
     for name in damaged:
         (folder / name).write_bytes(bytes((images / name).stat().st_size))
     encode(folder, tmp_path / "out", "identity", "on_error=skip")
-    with pytest.raises(UserError, match=rf"^2 faults; .*\n- {damaged[0]} cannot .*\n- {damaged[1]}") as refused:
+    with pytest.raises(
+        UserError, match=rf"^3 faults; .*\n- {damaged[0]} cannot .*\n- {damaged[1]} cannot .*\n- {damaged[2]} "
+    ) as refused:
         encode(folder, tmp_path / "out", "identity")
     del refused
-    assert len(LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))) == 37
+    assert len(LatentDataset(tmp_path / "out")) == 37  # the folder stays usable
     made = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.safetensors")}
     for name in damaged[::2]:
         shutil.copy(images / name, folder / name)
@@ -388,6 +390,7 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
     assert "grey level" not in caplog.text
     Image.fromarray((values / 3000).astype(np.float32)).save(tmp_path / "images" / "b" / "up_to_1.tiff")
     Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "images" / "b" / "uniform.png")
+    Image.fromarray(values.astype(np.uint16)).convert("I;16B").save(tmp_path / "images" / "a" / "big_endian.tiff")
     folder = encode(tmp_path / "images", tmp_path / "both", "identity", *settings, "value_range=[1500,2500]")
     assert "1 images became a single grey level, because value_range=[1500.0, 2500.0] does not fit their values" in caplog.text
     assert json.loads((folder / "manifest.json").read_text())["notes"] == {"flat": 1}

@@ -400,7 +400,8 @@ def test_results_of_fid_count_only_for_the_run_that_made_the_checkpoint(tmp_path
     for i, folder in enumerate(folders):
         add(results, f"{folder}/checkpoints/step_0400000", 30.0 + i)
     assert found(tmp_path) == ({"run0": [30.0], "run1": [31.0]}, [])
-    assert found(folders[0]) == ({"run0": [30.0]}, [f"results of {folders[1]}, which is no run here"])
+    problem = f"{folders[1]}, which is no run here"
+    assert found(folders[0]) == ({"run0": [30.0]}, [f"results of {problem}"])
     # Results of one run count for the folder that holds them, even if the run was renamed and its checkpoints are gone.
     shutil.move(folders[1], tmp_path / "renamed")
     (tmp_path / "renamed" / "evaluations").mkdir()
@@ -415,7 +416,7 @@ def test_results_of_fid_count_only_for_the_run_that_made_the_checkpoint(tmp_path
     (step := folders[0] / "checkpoints" / "step_0400000").mkdir(parents=True)
     files = {name: {"blake2b": "0" * 32, "size": 1} for name in ("ema.safetensors", "model.safetensors", "config.yaml")}
     (step / "manifest.json").write_text(json.dumps(files))
-    assert found(folders[0])[0] == {"run0": []}
+    assert found(folders[0]) == ({"run0": []}, [f"results of {folders[0]}, for another checkpoint at step 400000, {problem}"])
 
 
 def test_figures_of_references_with_equal_names_are_compared_only_if_the_hashes_are_equal(tmp_path):
@@ -426,9 +427,14 @@ def test_figures_of_references_with_equal_names_are_compared_only_if_the_hashes_
         point = {"checkpoint": f"{folder}/checkpoints/step_0400000", "num_samples": 50_000, "cfg_scale": 2.0, "content": "c"}
         evaluation = {"point": point | {"reference": "c" * 32}, "shown": {"step": 400_000}, "metrics": {"fid": 20.0}}
         (folder / "evaluations").mkdir()
-        write(folder / "evaluations" / "results.jsonl", evaluation | {"about": {"reference": "adm.npz"}})
+        about = {"reference": "adm.npz"}
+        folder_of_images = about | {"reference_hash": reference_hash}  # fid.py's hash of a folder also covers modification times
+        again = {"point": evaluation["point"] | {**HOW, "reference": "c" * 32, "cfg_scale": 1.0}, "metrics": {"recall": 0.5}}
+        again = evaluation | again
+        write(folder / "evaluations" / "results.jsonl", evaluation | {"about": about}, again | {"about": folder_of_images})
     cells = {(row["Experiment"].split()[0], row["Guidance"]): row for row in results_table(grouped(tmp_path)).rows}
     assert cells[TREAD, "none"]["fid"] == "30.00" and "reference adm.npz bbbbbbbb" in cells[TREAD, "none"]["Measured with"]
+    assert cells[TREAD, "none"]["recall"] == "0.500"  # no settings besides the reference differ, so it is the same row
     assert cells[TREAD, "cfg_scale 2.0"]["fid"] == "20.00 (dense 20.00, +0%)"
     assert cells[TREAD, "cfg_scale 2.0"]["Measured with"] == "reference adm.npz cccccccc"
 

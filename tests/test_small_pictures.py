@@ -118,9 +118,7 @@ def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepa
     assert [list(one) for one in scores] == 2 * [NAMES]
     # A folder as the reference would be compared without the padding.
     pictures = fashion[0] / "datasets" / "fashion"
-    words = (
-        "reference={}: the training images were encoded with pad=2 grey=true, and a folder is only cropped; `prepare_latents.py"
-    )
+    words = "reference={}: the training images were encoded with pad=2, but a folder is only cropped; use shards of pixels"
     with pytest.raises(UserError, match=words.format(pictures)):
         run_fid(f"checkpoint={run}", f"reference={pictures}", "num_samples=6", "cpu_threads=1")
     with pytest.raises(UserError, match="evaluation." + words.format(pictures)):

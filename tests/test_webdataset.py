@@ -11,7 +11,9 @@ import torch
 from conftest import Malicious
 
 from common.errors import UserError
+from latents.prepare.convert import ConvertConfig, convert
 from latents.prepare.formats import Tars
+from latents.tars import check_parts
 
 
 def sd_moments(num_items, size=4, seed=0):
@@ -99,13 +101,15 @@ def test_tars_of_several_parts_of_a_data_set_are_refused(tmp_path):
         folder = tmp_path / names[0].replace("/", "_")
         for name in names:
             write_tar(folder / name, npy_members(latents, labels))
-        with pytest.raises(UserError, match=f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part"):
-            Tars(folder)
+        with pytest.raises(
+            UserError, match=f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part, or"
+        ):
+            convert(ConvertConfig(str(folder), str(tmp_path / "out"), kind="sample", scale=1.0))
     for names in (("train-0.tar", "training/latest.tar", "more.tar"), ("test-data/train-0.tar", "test-data/train-1.tar")):
         folder = tmp_path / "accepted" / names[0].replace("/", "_")
         for name in names:
             write_tar(folder / name, npy_members(latents, labels))
-        assert len(Tars(folder).labels) == 2 * len(names)
+        check_parts(folder, "")
 
 
 def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):

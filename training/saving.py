@@ -189,7 +189,7 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
     state = optimizers.check_state(folder / "optimizer.pt", stored, trainer.optimizers, trainer.parameters)
     if trainer.alignment is not None:
         hashes = checkpoint.state.get("encoder_hash"), trainer.alignment.encoder_hash
-        # The precision may change. Earlier versions stored it after a hyphen.
+        # A hash ends with the encoder's precision, such as -bf16, which may change.
         if len({str(encoder_hash).partition("-")[0] for encoder_hash in hashes}) > 1:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()

@@ -26,7 +26,7 @@ def check_login(mode: str) -> None:
         return
     try:
         import wandb  # imported only if it is used
-    except ImportError as e:  # accelerate would silently log nothing
+    except Exception as e:  # without wandb, accelerate would silently log nothing
         raise UserError(f"wandb.mode={mode}: {first_line(e)}; run `pip install wandb`, or set wandb.mode=disabled") from e
     if mode == "offline":
         return

@@ -332,7 +332,11 @@ def show_guided(lines: list[dict]) -> None:
 
     Only complete seeds count (see `complete_lines`).
     """
+    started = sorted({line["seed"] for line in lines if line.get("first_seed") == COMPARING[0]})
     lines = complete_lines(lines)
+    if others := [seed for seed in started if not any(line["seed"] == seed for line in lines)]:
+        typed = ",".join(map(str, [seed for seed in SEEDS if seed <= max(others)]))
+        sys.stdout.write(f"Seeds {others} have no complete comparison yet: `guided seeds=[{typed}]` completes it.\n\n")
     arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
     rows = []
     for arm, time in product(arms, TIMES):

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     parts = []
     for name, experiments in tables.items():
         made = [results_table(experiments), guidance_table(experiments), speedup_table(experiments)]
-        parts += [f"## {name}\n", *(table.markdown() for table in made if table.rows), *describe_runs(experiments)]
+        parts += [f"## {name}\n", *(table.markdown() for table in made if table.rows or table.notes), *describe_runs(experiments)]
     parts += [f"## Left out\n\n{left_out}"] if left_out else []
     sys.stdout.write("\n".join([*parts, NOTES]))
 

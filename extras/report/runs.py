@@ -141,7 +141,7 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     """Return all runs in the folders, sorted by path, and the reason for each path that was left out.
 
-    Each fid.py result in the folders is added to the run whose checkpoint the result names.
+    Each fid.py result in the folders is added to the run whose checkpoint it evaluated.
     """
     runs, problems = [], {}
     for file in find_files(folders, "config.yaml"):
@@ -153,7 +153,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     files = [file for file in find_files(folders, "results.jsonl") if not is_renamed(file.parent)]
     for file in files:
         if orphans := add_results(file, runs):
-            problems[str(file)] = f"results of {', '.join(sorted(orphans))}, which is no run here"
+            problems[str(file)] = f"results of {', '.join(sorted(orphans))}"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
     return [run for run in runs if run.figures], problems
 
@@ -176,13 +176,15 @@ def read_run(path: Path) -> Run:
             run.image_offset = images - line["step"] * run.cfg.train.batch_size
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
     for line in lines["evaluation"]:
-        point = {**guidance_fields(line), **line.get("settings", {})}
+        # The run's configuration has these two settings, too, so that they distinguish experiments anyway.
+        settings = {key: x for key, x in line.get("settings", {}).items() if key not in ("rounding", "autoencoder")}
+        point = guidance_fields(line) | settings
         run.add(line["step"], line["metrics"], line["num_samples"], point, point.get("reference"), line.get("reference_hash"))
     return run
 
 
 def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
-    """Add the fid.py results in a file to their runs. Return the run folders that the file names but `runs` does not contain.
+    """Add the fid.py results in a file to their runs. Return text about the runs to which the remaining results belong.
 
     Checkpoint hashes identify runs, even if a run folder was moved. If no hash matches, the function uses the run folder that the
     result names, or else the run folder that contains the file, unless this run has another checkpoint at the step. The file's
@@ -199,11 +201,13 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
             places.append(file.parent.parent)
         candidates = [run for place in places for run in runs if run.path == place]
         matches = matches or [run for run in candidates if step not in run.checkpoint_hashes][:1]
-        name = line.get("about", {}).get("reference")
+        about = line.get("about", {})
+        reference_hash = about.get("reference_hash") or point.get("reference")
         for run in matches:  # several matches are copies of one run
-            run.add(step, line["metrics"], point["num_samples"], point, name, point.get("reference"))
+            run.add(step, line["metrics"], point["num_samples"], point, about.get("reference"), reference_hash)
         if not matches:
-            orphans.add(str(named_run))
+            is_here = any(run.path == named_run for run in runs)
+            orphans.add(f"{named_run}, " + (f"for another checkpoint at step {step}" if is_here else "which is no run here"))
     return orphans
 
 

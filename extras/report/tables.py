@@ -24,7 +24,7 @@ class Table:
 
     def markdown(self) -> str:
         columns = list(dict.fromkeys(name for row in self.rows for name, cell in row.items() if cell))
-        table = markdown_table(columns, [[row.get(name, "") for name in columns] for row in self.rows])
+        table = markdown_table(columns, [[row.get(name, "") for name in columns] for row in self.rows]) if self.rows else ""
         return f"### {self.caption}\n\n{table}" + "".join(f"\n- {note}" for note in dict.fromkeys(self.notes))
 
 

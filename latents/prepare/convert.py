@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,7 +16,8 @@ from latents.autoencoders import SD_VAE, SD_VAES, known_scale_and_downsampling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
-from latents.shards import Kind, ShardInfo, pack_images
+from latents.shards import Kind, ShardInfo, pack_images, shard_files
+from latents.tars import check_parts
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,9 @@ class ConvertConfig:
 
 def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
+    is_new = not (Path(cfg.output).is_dir() and shard_files(Path(cfg.output)))
+    if is_new and Path(cfg.path).is_dir():  # earlier versions converted all tars of a folder together
+        check_parts(Path(cfg.path), "or rename the tars to use them together")
     source = open_latents(cfg.path)
     log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)
     info, scale = resolve_header(source, cfg)

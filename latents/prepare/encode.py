@@ -111,23 +111,21 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
-def _find_readable(source: LabelledImages, cfg: EncodeConfig, shard: PlannedShard, left_out: Sequence[str]) -> list[str]:
-    """Return which of the images that a shard has left out can be read now. If on_error=stop, the others raise UserError."""
-    names, readable, unreadable = {*left_out}, [], []
-    for number in range(shard.start, shard.stop):
-        if source.names[number] in names:
-            try:
-                with as_user_error(source.names[number]):
-                    image_reader(cfg)(source, number)
-                readable.append(source.names[number])
-            except UserError as e:
-                unreadable.append(str(e))
-    if unreadable and cfg.on_error == "stop":
-        raise UserError(list_faults(unreadable, REPAIR))
-    return readable
+def _find_readable(
+    source: LabelledImages, cfg: EncodeConfig, unreadable: list[dict], shard: PlannedShard, left_out: Sequence[str]
+) -> list[str]:
+    """Return which of the images that an existing shard has left out can be read now.
+
+    If there are none and on_error=stop, add the images to `unreadable`, because the shard stays as it is.
+    """
+    numbers = [number for number in range(shard.start, shard.stop) if source.names[number] in {*left_out}]
+    batch = _read_batch(source, cfg, False, numbers)
+    if cfg.on_error == "stop" and not batch.kept:
+        unreadable += batch.left_out
+    return [source.names[number] for number in batch.kept]
 
 
-def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: range) -> _Batch:
+def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:
     pixels, kept, left_out, read, notes = [], [], [], image_reader(cfg), Counter()
     for number in numbers:
         name = source.names[number]
@@ -155,13 +153,13 @@ def encode_images(
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
     accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
+    unreadable: list[dict] = []
     if accelerator.is_main_process:
-        writer.open(functools.partial(_find_readable, source, cfg))
+        writer.open(functools.partial(_find_readable, source, cfg, unreadable))
     accelerator.wait_for_everyone()
     shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
     accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards
     log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
-    unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
     batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory), batch_ranges, cfg.num_workers)

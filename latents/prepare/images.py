@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from common.errors import UserError
 from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, evenly_spaced_items
-from latents.tars import SPLITS, TAR_NAME, index_tars
+from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars
 
 log = logging.getLogger(__name__)
 
@@ -157,12 +157,13 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     Args:
         path: Folder of images, folder of WebDataset tars, or a single tar.
         labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
-            `first_level` is like `auto`, but accepts class folders whose subfolders look like classes.
+            `first_level` is like `auto`, but accepts class folders whose subfolders look like classes, and tars of several parts
+            of a data set.
         part: `validation` selects one of every VALIDATION_STRIDE images, `train` selects the others, and `all` selects all.
 
     Raises:
         UserError: If there are no images, if dataset.json lists a missing image, if an image is outside the class folders, or if
-            the class folders look like the parts of a data set.
+            the class folders or the tars look like the parts of a data set.
     """
     path = Path(path)
     if not path.exists():
@@ -174,6 +175,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
+        if labels == "auto":
+            check_parts(path, "or set labels=first_level to use all")
         images = TarImages(path)
     elif labels == "none":
         images = LabelledImages(path, names, [0] * len(names))
