@@ -90,7 +90,7 @@ def main(cfg: TrainConfig) -> float | None:
     if not is_complete:
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
-    return processes.on_main(lambda: run.objective_at(trainer.step) if cfg.eval.every else None)
+    return processes.on_main(lambda: run.objective_at(train.num_steps) if cfg.eval.every else None)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")

@@ -30,7 +30,7 @@ from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_argument
 from configs.schema import TrainConfig
-from configs.settings import S, Settings, validate
+from configs.settings import S, Settings, has_interpolation, validate
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,13 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
             leave_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command to resume\n")
-        sys.exit(128 + signal.SIGINT)
+        if not FailedRun.failures:
+            sys.exit(128 + signal.SIGINT)
     except FailedRun:
         pass  # like the other failed runs, it is in FailedRun.failures
+    except SystemExit:  # a signal stopped the sweep
+        if not FailedRun.failures:
+            raise
     except Exception as error:
         line = format_error(error, config_name)
         if line is None or wants_traceback:
@@ -144,7 +148,12 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
-            reserve_name(settings, Path(context.sweep.dir), " ".join(arguments))
+            if context.runtime.choices["hydra/sweeper"] != "basic" and not settings.is_evaluated:
+                raise UserError(
+                    "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
+                )
+            # The working directory may have changed since (hydra.job.chdir).
+            reserve_name(settings, Path(context.runtime.cwd, context.sweep.dir), " ".join(arguments))
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
@@ -163,13 +172,19 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
 
 def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
     """Reserve a run's name in the sweep's folder. Raises UserError if another run of the sweep has this name."""
+    (sweep / ".names").mkdir(parents=True, exist_ok=True)
+    # Hydra writes multirun.yaml at the start of a sweep. Its time tells a sweep from an earlier one in the same hydra.sweep.dir.
+    began = str((sweep / "multirun.yaml").stat().st_mtime_ns) if (sweep / "multirun.yaml").exists() else ""
+    file, content = sweep / ".names" / cfg.name, f"{began}\n{arguments}"
     try:
-        with open(sweep / cfg.name, "x", encoding="utf-8") as file:
-            file.write(arguments)
-    except FileExistsError:  # by a requeued job, another process of this job, or another job
-        if (earlier := (sweep / cfg.name).read_text(encoding="utf-8")) not in ("", arguments):
+        with open(file, "x", encoding="utf-8") as f:
+            f.write(content)
+    except FileExistsError:  # by a requeued job, another process of this job, another job, or an earlier sweep
+        time, _, earlier = file.read_text(encoding="utf-8").partition("\n")
+        if earlier and time == began and earlier != arguments:
             folder = f"{cfg.output_dir}/{cfg.name}"
             raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {arguments}; set name=...") from None
+        file.write_text(content, encoding="utf-8")
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
@@ -179,13 +194,22 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
         are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
     """
-    try:
+    with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
+    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    settings = validate(
+        raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
+    )
+    return settings.named(overrides) if isinstance(settings, TrainConfig) else settings
+
+
+@contextlib.contextmanager
+def name_errors_of_omegaconf() -> Iterator[None]:
+    """Convert an error of an interpolation in the `with` block to a UserError that names the key."""
+    try:
+        yield
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override) if are_typed else {}
-    settings = validate(raw, settings_class, typed)
-    return settings.named(overrides) if isinstance(settings, TrainConfig) else settings
 
 
 def run_command(
@@ -220,11 +244,14 @@ def run_command(
 
 
 def plain_value(override: Override) -> object:
-    """Return the value of an argument. Values that only a sweep can have are refused."""
+    """Return the value of an argument, with interpolations resolved. Values that only a sweep can have are refused."""
     if override.is_sweep_override():
         argument, key = override.input_line, override.key_or_group
         raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
-    return override.value()
+    if isinstance(value := override.value(), str) and "${" in value:  # such as ${oc.env:HOME}
+        with name_errors_of_omegaconf():
+            return OmegaConf.create({override.key_or_group: value})[override.key_or_group]
+    return value
 
 
 def source_of(what: str) -> str:

@@ -76,8 +76,10 @@ class RowSource(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         folder = f"{config_path}/" if config_path else ""
-        inside = [file.removeprefix(folder).partition("/") for file in self.files if file.startswith(folder)]
-        kinds = {name: ObjectType.GROUP if slash else ObjectType.CONFIG for name, slash, _ in inside}
+        inside = [file.removeprefix(folder) for file in self.files if file.startswith(folder)]
+        if results_filter == ObjectType.CONFIG:
+            return sorted(inside)  # with the rows of subfolders, because experiment=glob(*) chooses from this list
+        kinds = {name: ObjectType.GROUP if slash else ObjectType.CONFIG for name, slash, _ in (x.partition("/") for x in inside)}
         return sorted(name for name, kind in kinds.items() if results_filter in (None, kind))
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -131,6 +133,8 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         except UserError:  # a choice that only --config-dir knows
             known = {}
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
+    if text.startswith("Multiple values for experiment"):
+        return "experiment is set already, by default to null: write experiment=... without +"
     if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
         files = "configs/experiments.py, extras/experiments.py, configs/experiment/ or --config-dir"
         return f"experiment={unknown[1]} is not in {files}{nearest(unknown[1], ROWS)}"

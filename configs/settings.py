@@ -37,13 +37,14 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
     """Convert `raw` to an instance of a settings class or dataclass.
 
     `typed` contains values as the user typed them, by dotted key. Text that looks like a number, such as 2024_11_25, is taken
-    from `typed`, because Hydra reads it as the number 20241125.
+    from `typed`, because Hydra reads it as the number 20241125. A number from an interpolation, such as ${seed}, becomes text.
     """
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
         numbers = [error for error in e.errors() if _is_number_for_text(error)]
-        texts = {key: typed[key] for error in numbers if (key := _find(error, raw)) in typed}
+        found = {key: error["input"] for error in numbers if (key := _find(error, raw)) in typed}
+        texts = {key: str(value) if has_interpolation(typed[key]) else typed[key] for key, value in found.items()}
         if texts:
             return validate(_replace(raw, texts), kind)
         known = {**flatten(raw), **kind.__pydantic_fields__}
@@ -58,6 +59,11 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
             if not (key in in_lists and isinstance(error["input"], list)) and not (key in single and error["type"] == "list_type")
         ]
         raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in errors))) from e
+
+
+def has_interpolation(typed: str) -> bool:
+    """Return whether a value as the user typed it contains an interpolation. In a sweep, Hydra escapes the braces."""
+    return "${" in typed or r"$\{" in typed
 
 
 def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:

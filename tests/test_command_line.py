@@ -108,6 +108,7 @@ def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_the
         (["name=2024_11_25", "output_dir=1e3"], ("2024_11_25", "1e3", "digits")),
         (["name=007", """data.path="a b=c, #d 'e'\""""], ("007", "runs", "a b=c, #d 'e'")),
         (["name=7", "data.path=a b"], ("7", "runs", "a b")),
+        (["name=${seed}", "seed=3", "output_dir=${train.lr}"], ("3", "0.002", "digits")),
     ):
         start(monkeypatch, found.append, ["data.path=digits", *arguments])
         assert (found[-1].name, found[-1].output_dir, found[-1].data.path) == values
@@ -133,6 +134,61 @@ def test_a_sweep_goes_on_after_a_failed_run_and_names_the_failed_runs_at_the_end
         start(monkeypatch, lambda cfg: 1 / 0, ["-m", "seed=0,1", where])
     with pytest.raises(SystemExit, match="(?s)Traceback.*UserError"):
         start(monkeypatch, found.append, ["-m", "train.lr=-1,1", where], full_errors="1")
+
+
+def test_a_name_may_be_an_interpolated_number_in_a_sweep_and_own_groups_are_part_of_the_name(monkeypatch, tmp_path):
+    found = []
+    start(monkeypatch, found.append, ["-m", "name=${seed}", "seed=0,1", f"output_dir={tmp_path}"])
+    assert [cfg.name for cfg in found] == ["0", "1"]
+    for recipe, lr in (("slow", 1e-5), ("fast", 1e-3)):
+        (tmp_path / "own" / "recipe").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / "recipe" / f"{recipe}.yaml").write_text(f"# @package _global_\ntrain:\n  lr: {lr}\n")
+        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", f"+recipe={recipe}"])
+    assert [(cfg.name, cfg.train.lr) for cfg in found[2:]] == [
+        ("digits_tread_recipe-slow", 1e-5),
+        ("digits_tread_recipe-fast", 1e-3),
+    ]
+
+
+def test_a_sweep_finds_its_folder_from_any_folder_and_does_not_mistake_an_earlier_sweeps_runs_for_its_own(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    start(monkeypatch, found.append, ["-m", "hydra.job.chdir=true", "seed=0,1", "output_dir=runs"])
+    for num_steps in (1000, 2000):  # runs with the same folder in two sweeps: the second resumes the first
+        sweep = ["hydra.sweep.dir=runs", f"train.num_steps={num_steps}", "train.lr=1e-3,2e-3", "output_dir=runs"]
+        start(monkeypatch, found.append, ["-m", *sweep])
+    assert len(found) == 6 and found[2].name == found[4].name
+
+
+def test_all_rows_of_a_table_can_be_swept(monkeypatch, tmp_path):
+    found = []
+    rows = ["-m", "experiment=glob(table2/dit_s2*)", "data=custom", "data.path=x", f"output_dir={tmp_path}"]
+    start(monkeypatch, found.append, rows)
+    assert [cfg.experiment["name"] for cfg in found] == ["table2/dit_s2", "table2/dit_s2_tread"]
+
+
+def test_a_search_needs_a_metric(monkeypatch, tmp_path):
+    search = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "hydra.sweeper.n_jobs=1", "train.lr=interval(1e-3,1e-2)"]
+    with pytest.raises(SystemExit, match="a search needs a metric, but the runs have no evaluations; set eval.every and eval"):
+        start(monkeypatch, lambda cfg: None, [*search, "eval.every=0", f"output_dir={tmp_path}"])
+
+
+def test_a_signal_does_not_hide_the_failed_runs_of_a_sweep(monkeypatch, tmp_path):
+    for stop in (SystemExit(0), KeyboardInterrupt()):
+
+        def train(cfg, stop=stop):
+            raise stop if cfg.seed else UserError("diverged")
+
+        with pytest.raises(SystemExit, match="(?s)^error: these runs of the sweep failed\n- .*seed=0.*: diverged$"):
+            start(monkeypatch, train, ["-m", "seed=0,1", f"output_dir={tmp_path}/{type(stop).__name__}"])
+
+
+def test_other_commands_resolve_interpolations(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "nowhere")
+    with pytest.raises(UserError, match="^nowhere/latents does not exist"):
+        prepare_latents.main(["inspect", "path=${oc.env:SCRATCH}/latents"])
+    with pytest.raises(UserError, match="^path: .*'MISSING' not found"):
+        prepare_latents.main(["inspect", "path=${oc.env:MISSING}/latents"])
 
 
 def test_two_runs_of_a_sweep_never_share_a_folder(monkeypatch, tmp_path):

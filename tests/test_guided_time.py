@@ -161,6 +161,7 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
 
     def add(arm, time, guidance, scale, first_seed, logs):
         about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
+        about["num_samples"] = dict((CHOOSING, COMPARING))[first_seed]
         for seed, value in zip(seeds, logs):
             lines.append(about | {"seed": seed, "metrics": dict.fromkeys(NAMES, math.exp(value + noise[seed]))})
 
@@ -194,7 +195,8 @@ def seed_lines(arm, seed, best_scale=2.0, num_compared=None):
 
     def line(time, guidance, scale, first_seed, value):
         about = {"arm": arm, "seed": seed, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale}
-        return about | {"first_seed": first_seed, "metrics": dict.fromkeys(NAMES, value)}
+        samples = {"first_seed": first_seed, "num_samples": dict((CHOOSING, COMPARING))[first_seed]}
+        return about | samples | {"metrics": dict.fromkeys(NAMES, value)}
 
     chosen = [line(*point, 1.0 + (point[2] != best_scale)) for point in choosing_points([], arm)]
     points = comparing_points(chosen, arm)[:num_compared]

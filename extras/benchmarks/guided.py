@@ -135,7 +135,9 @@ def values_at(
     lines: list[dict], arm: str, time: str, guidance: str, scale: float, first_seed: int, metric: str = DISTANCE
 ) -> dict[int, float]:
     """Return a metric of samples by training seed."""
+    num_samples = dict((CHOOSING, COMPARING))[first_seed]  # other evaluations of these runs do not count
     wanted = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
+    wanted["num_samples"] = num_samples
     return find_values(lines, metric, **wanted)
 
 
@@ -256,7 +258,8 @@ class Recorder:
 
 def _identify(line: dict) -> tuple:
     """Return what distinguishes the lines of a run. Lines without a guidance hold a validation loss or the times of the steps."""
-    return line["step"], line.get("guidance"), line.get("scale"), line.get("first_seed"), "steps_per_sec" in line
+    fields = ("step", "guidance", "scale", "first_seed", "num_samples")
+    return *map(line.get, fields), "steps_per_sec" in line
 
 
 def ema_hashes(run: Path) -> dict[int, str]:
