@@ -22,7 +22,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
-from common.errors import UserError
+from common.errors import UserError, list_faults
 from common.files import open_atomically
 from common.images import DRAWING, class_caption, labelled_grid
 from common.types import AutoencoderSpec, Colour, PositiveFloat, PositiveInt, Text
@@ -37,7 +37,7 @@ log = logging.getLogger("prepare_latents")
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
-    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, encode_images, refuse_faults
+    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, REPAIR, encode_images, open_folder, refuse_faults
     from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
@@ -84,11 +84,18 @@ def encode(cfg: EncodeConfig) -> None:
         return processes.on_main(lambda: source.fingerprint(*bounds))
 
     writer = ShardWriter(cfg.output, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
-    encode_images(source, vae, writer, info, cfg, accelerator)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        entries = {"source": cfg.images, "unread": source.unread}
-        writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries)
+    processes.wait_for_all()  # no process changes the folder before every process has checked it
+    # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
+    missing, unreadable = processes.on_main(lambda: open_folder(source, writer, cfg))
+    counts = len(source), num_classes, len(missing), len(writer.shards)
+    log.info("%d images in %d classes; %d of %d shards to make", *counts)
+    share = missing[accelerator.process_index :: accelerator.num_processes]
+    # The error comes after every process has made its shards, because it ends all processes.
+    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
+    if unreadable:
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
+    entries = {"source": cfg.images, "unread": source.unread}
+    processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
     processes.leave()
 
 

@@ -80,7 +80,8 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
-    output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe)
+    # The main process alone looks for the folder. Otherwise, NFS on the other nodes may remember for a while that it is missing.
+    output = on_main(lambda: Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe))
     with contextlib.ExitStack() as stack:
         on_main(lambda: stack.enter_context(open_output(output, settings, recipe)))
         check_shared(output / "settings.yaml", "output")
@@ -241,6 +242,8 @@ def write_grid_and_npz(
     spec = f"{seeds[0]}-{seeds[-1]}"
     if seeds != list(range(seeds[0], seeds[-1] + 1)):
         spec = f"{len(seeds)}_{hash_bytes(repr(seeds).encode())[:8]}"
+
+    os.listdir(output)  # with this, NFS forgets that images of other nodes were missing
 
     def read(seed: int) -> np.ndarray:
         with as_user_error(f"{files[seed]} (remove it and run the same command to make it again)"):

@@ -48,8 +48,9 @@ def compile_network(net: dit.DiT, mode: str) -> None:
     if mode == "none":
         return
     # All networks in a process share the compiled DiTBlock.forward variants. Training needs dense, routed and float32 variants.
-    # Sampling needs one variant per batch size (ImageSampler pads smaller batches). Exceeding the default limit of 8 is an error.
-    torch._dynamo.config.recompile_limit = 64
+    # Sampling needs one variant per batch size (ImageSampler pads smaller batches). The runs of a sweep may add many more, and
+    # exceeding the limit (by default 8, and 256 for all variants together) is an error.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
     # Dynamo would split blocks at DDP buckets and prevent kernel fusion. Complete blocks still overlap with communication.
     torch._dynamo.config.optimize_ddp = False
     for block in net.blocks:

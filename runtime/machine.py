@@ -46,6 +46,8 @@ def start_accelerator(
         importlib.import_module("torch.distributed.nn.functional")
     prepare_job()
     check_gpus()
+    num_cores = cores_per_process()  # before accelerate, which may bind the process to the cores of its GPU
+    warn_about_slurm()
     # In a sweep, reset the accelerate state from the previous run. The processes stay connected.
     if is_initialized():
         gc.collect()  # free the previous run's networks, which reference cycles keep alive
@@ -55,7 +57,7 @@ def start_accelerator(
     settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
     with connecting(timeout):
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
-    processes.connect(accelerator.num_processes)
+    processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
         processes.check_arguments(HydraConfig.get().overrides.task)
     log_to_stderr()
@@ -65,9 +67,9 @@ def start_accelerator(
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
-    torch.set_num_threads(cpu_threads or cores_per_process())
+    torch.set_num_threads(cpu_threads or num_cores)
     # By default, torch's compiler starts up to 32 processes per GPU.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, cores_per_process())))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, num_cores)))
     choose_kernels(accelerator.device, tf32)
     return accelerator
 
@@ -121,7 +123,8 @@ def claim_gpu() -> None:
     for gpu in visible.split(",") if visible else map(str, range(num_gpus)):
         claimed = socket.socket(socket.AF_UNIX)
         try:
-            claimed.bind(f"\0tread_gpu_{gpu}")  # a name in memory, which Linux frees when the process ends
+            # A name in memory, which Linux frees when the process ends. Slurm may number the GPUs of each of its jobs from 0.
+            claimed.bind(f"\0tread_gpu_{os.environ.get('SLURM_JOB_ID', '')}_{gpu}")
         except OSError:
             claimed.close()
             continue
@@ -159,6 +162,19 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
         torch.compiler.config.cache_key_tag = f"cudnn_sdp={is_sound}"  # without a tag, torch's graph cache ignores this choice
 
 
+def visible_cores() -> int:
+    """Return the number of CPU cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def warn_about_slurm() -> None:
+    """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on."""
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if asked.isdecimal() and int(asked) > visible_cores():
+        remedy = "give srun --cpus-per-task, or export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job's script"
+        log.warning("this task has %d of the %s CPU cores in --cpus-per-task: %s", visible_cores(), asked, remedy)
+
+
 def cores_per_process() -> int:
     """Return OMP_NUM_THREADS if the user set it. Otherwise divide the number of cores by the number of processes on this node.
 
@@ -167,8 +183,7 @@ def cores_per_process() -> int:
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(num_threads)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    own = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    num_cores, own = visible_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and own.isdecimal():  # Slurm may have bound the process to its own cores
         return max(1, min(num_cores, int(own)))
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

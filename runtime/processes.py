@@ -25,15 +25,20 @@ WAIT_TIMEOUT = timedelta(hours=2)
 
 T = TypeVar("T")
 _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or None for a single process
+_timeout = WAIT_TIMEOUT  # the group's timeout
 
 
-def connect(num_processes: int) -> None:
-    """Create the gloo group of all processes, once per sweep. Raises UserError if accelerate uses fewer than were launched."""
-    global _group
+def connect(num_processes: int, timeout: timedelta | None = None) -> None:
+    """Create the gloo group of all processes, once per sweep. Its timeout is `timeout` or WAIT_TIMEOUT.
+
+    Raises UserError if accelerate uses fewer processes than were launched.
+    """
+    global _group, _timeout
     if _group is None and dist.is_available() and dist.is_initialized() and (launched := dist.get_world_size()) > 1:
         if launched != num_processes:  # each process would do all of the work, in the same folder
             raise UserError(f"accelerate sees no GPU for its {launched} processes; to train on CPUs, set ACCELERATE_USE_CPU=true")
-        _group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
+        _timeout = timeout or WAIT_TIMEOUT
+        _group = dist.new_group(backend="gloo", timeout=_timeout)
 
 
 def leave() -> None:
@@ -72,9 +77,18 @@ def keep_on_main(action: Callable[[], T]) -> T | None:
 
 
 def wait_for_all() -> None:
-    """Wait until every process calls this function. After WAIT_TIMEOUT, an error on the main process names a missing process."""
+    """Wait until every process calls this function. After the timeout, an error on the main process names a missing process."""
     if _group is not None:
-        dist.monitored_barrier(_group, WAIT_TIMEOUT)
+        dist.monitored_barrier(_group, _timeout)
+
+
+def gather_lists(items: list[T]) -> list[T]:
+    """Return the items of all processes, in the order of the processes, on every process."""
+    if _group is None:
+        return items
+    gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, items, group=_group)
+    return [item for part in gathered for item in part]
 
 
 def gather_on_main(tensor: Tensor) -> list[Tensor]:

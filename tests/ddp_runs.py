@@ -29,7 +29,9 @@ def main(folder: Path) -> None:
     run, records = functools.partial(run_train, folder), {}
     # A process cannot open a second process group.
     with mock.patch.object(processes, "leave", lambda: None):
-        run("tread", *TREAD, f"eval.validation={folder / 'validation'}")
+        with mock.patch.object(torch.distributed, "new_group", wraps=torch.distributed.new_group) as new_group:
+            run("tread", *TREAD, f"eval.validation={folder / 'validation'}")
+        records["new_groups_sec"] = [call.kwargs["timeout"].total_seconds() for call in new_group.call_args_list]
         groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
         records["timeouts_sec"] = sorted(group._get_backend(cpu).options._timeout.total_seconds() for group in groups)
         run("dense", *DENSE)

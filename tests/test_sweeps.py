@@ -90,6 +90,13 @@ def test_each_job_of_a_joblib_sweep_claims_a_gpu_or_says_that_there_are_too_few(
     monkeypatch.setattr(machine, "_claimed_gpu", None)
     with pytest.raises(UserError, match="use all 2 GPUs .*; set hydra.launcher.n_jobs=2 or less, and end the processes"):
         machine.claim_gpu()
+    with monkeypatch.context() as patch:  # a job of Slurm has GPUs of its own, which it may number from 0, too
+        patch.setenv("SLURM_JOB_ID", "2")
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+        patch.setattr(machine, "_claimed_gpu", None)
+        machine.claim_gpu()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == names[0]
+        machine._claimed_gpu.close()
     claims[0].close()  # the process ends
     machine.claim_gpu()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == names[0]

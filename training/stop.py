@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -104,6 +105,10 @@ class StopSignal:
         return bool(flag.item())
 
     def close(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers and free the process group. The runs of a sweep would use up the open files."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._group is not None:
+            with contextlib.suppress(Exception):  # another process may have ended
+                dist.destroy_process_group(self._group)
+            self._group = None

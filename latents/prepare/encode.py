@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor
 
@@ -27,8 +25,6 @@ from latents.order import map_ahead
 from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
 from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,16 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
+def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> tuple[list[PlannedShard], list[dict]]:
+    """Lock the writer's folder in one process. Return the missing shards and the images that the other shards must not leave out.
+
+    There are such images only if on_error=stop and an earlier command had on_error=skip.
+    """
+    unreadable: list[dict] = []
+    writer.open(functools.partial(_find_readable, source, cfg, unreadable))
+    return writer.missing(), unreadable
+
+
 def _find_readable(
     source: LabelledImages, cfg: EncodeConfig, unreadable: list[dict], shard: PlannedShard, left_out: Sequence[str]
 ) -> list[str]:
@@ -143,23 +149,22 @@ def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, num
 
 
 def encode_images(
-    source: LabelledImages, vae: Autoencoder, writer: ShardWriter, info: ShardInfo, cfg: EncodeConfig, accelerator: Accelerator
-) -> None:
-    """Encode the images of all missing shards and write the shards. The processes divide the shards among themselves.
+    source: LabelledImages,
+    vae: Autoencoder,
+    writer: ShardWriter,
+    shards: Sequence[PlannedShard],
+    info: ShardInfo,
+    cfg: EncodeConfig,
+    accelerator: Accelerator,
+) -> list[dict]:
+    """Encode this process's share of the missing shards and write them. Return the unreadable images.
 
     A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
-    `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written, and after all other
-    shards are written, a UserError on every process lists the unreadable images.
+    `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written. If on_error=skip, the
+    shards leave such images out, and the function returns [].
     """
     rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
-    accelerator.wait_for_everyone()  # no process changes the folder before every process has checked it
     unreadable: list[dict] = []
-    if accelerator.is_main_process:
-        writer.open(functools.partial(_find_readable, source, cfg, unreadable))
-    accelerator.wait_for_everyone()
-    shards, num_missing = writer.missing(rank, num_processes), len(writer.missing())
-    accelerator.wait_for_everyone()  # no process writes before every process has listed the missing shards
-    log.info("%d images in %d classes; %d of %d shards to make", len(source), info.num_classes, num_missing, len(writer.shards))
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
     batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory), batch_ranges, cfg.num_workers)
@@ -186,8 +191,7 @@ def encode_images(
             written.result()  # wait for the previous shard, so that at most one shard is queued
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out, notes)
         written.result()
-    if unreadable := gather_object(unreadable):  # after every process has made its shards, because an error ends all processes
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
+    return unreadable
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ class ShardWriter:
         return sources
 
     def open(self, find_readable: Callable[[PlannedShard, Sequence[str]], list[str]] = lambda shard, left_out: []) -> None:
-        """Lock the folder and rename invalid shards. One process must call `open` before any process calls `missing`.
+        """Lock the folder and rename invalid shards. One process must call `open` before it calls `missing`.
 
         `find_readable` returns which of the items that a shard has left out can be read now. The writer makes such shards again.
         """
@@ -114,9 +114,8 @@ class ShardWriter:
         if self.missing():
             (self.output / MANIFEST).unlink(missing_ok=True)
 
-    def missing(self, process_index: int = 0, num_processes: int = 1) -> list[PlannedShard]:
-        """Return this process's share of the missing shards. All processes must call `missing` before any process writes."""
-        return [shard for shard in self.shards if not shard.file.exists()][process_index::num_processes]
+    def missing(self) -> list[PlannedShard]:
+        return [shard for shard in self.shards if not shard.file.exists()]
 
     def write(
         self,
