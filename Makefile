@@ -16,7 +16,9 @@ demo: env
 # The CPU tests see no GPU. If the machine has a GPU, tests/gpu runs afterwards and alone, because it measures time and memory.
 test: env
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; fi
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; \
+	elif [ -e /dev/nvidiactl ]; then echo "torch cannot use this machine's GPU, so tests/gpu cannot run"; exit 1; \
+	else echo "no GPU: tests/gpu did not run"; fi
 
 # Run the benchmarks and tests/gpu (about 10 minutes on one H200), and append the results to a file in extras/benchmarks/results/.
 # PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS=test_steps` runs a single part.

@@ -72,6 +72,15 @@ def read_metrics(file: Path) -> dict[str, list[dict]]:
     return {kind: [line for line in lines if name in line] for kind, (name, _) in KINDS.items()}
 
 
+def present_starts(starts: list[dict]) -> list[dict]:
+    """Return the lines of starts.jsonl from the last start at the first step on, which began the present run.
+
+    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed.
+    """
+    first = min((start["step"] for start in starts), default=0)
+    return starts[max((i for i, start in enumerate(starts) if start["step"] == first), default=0) :]
+
+
 def is_renamed(path: Path) -> bool:
     """Return whether `RunFolder.rename_results` renamed a file or folder."""
     return re.search(r"_earlier_[0-9a-f]{8}$", path.stem) is not None
@@ -157,9 +166,9 @@ class RunFolder:
         A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped.
         """
         last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
-        starts = [line["step"] for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
-        first = min(starts, default=0)
-        return last if max(starts, default=0) > first or last >= min((first // every + 1) * every, num_steps) else None
+        lines = [line for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
+        starts = [line["step"] for line in present_starts(lines)] or [0]
+        return last if max(starts) > starts[0] or last >= min((starts[0] // every + 1) * every, num_steps) else None
 
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

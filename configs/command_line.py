@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -30,12 +30,13 @@ from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_argument
 from configs.schema import TrainConfig
-from configs.settings import S, Settings, has_interpolation, validate
+from configs.settings import S, Settings, flatten, has_interpolation, validate
 
 log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 HELP = {"--help", "-h"}
+SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
@@ -148,7 +149,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
-            if context.runtime.choices["hydra/sweeper"] != "basic" and not settings.is_evaluated:
+            if context.runtime.choices["hydra/sweeper"] in SEARCHERS and not settings.is_evaluated:
                 raise UserError(
                     "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
                 )
@@ -173,7 +174,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
 def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
     """Reserve a run's name in the sweep's folder. Raises UserError if another run of the sweep has this name."""
     (sweep / ".names").mkdir(parents=True, exist_ok=True)
-    # Hydra writes multirun.yaml at the start of a sweep. Its time tells a sweep from an earlier one in the same hydra.sweep.dir.
+    # Hydra's basic sweeper writes multirun.yaml first. Its time tells a sweep from an earlier one in the same hydra.sweep.dir.
     began = str((sweep / "multirun.yaml").stat().st_mtime_ns) if (sweep / "multirun.yaml").exists() else ""
     file, content = sweep / ".names" / cfg.name, f"{began}\n{arguments}"
     try:
@@ -200,7 +201,17 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
     settings = validate(
         raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
     )
-    return settings.named(overrides) if isinstance(settings, TrainConfig) else settings
+    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
+
+
+def expand_groups(overrides: Iterable[str]) -> Iterator[str]:
+    """Write groups that were given as dictionaries key by key: train={lr:1e-3} becomes train.lr=0.001."""
+    for override in overrides:
+        if "={" in override:
+            parsed = parse_argument(override)
+            yield from (f"{key}={value}" for key, value in flatten({parsed.key_or_group: parsed.value()}).items())
+        else:
+            yield override
 
 
 @contextlib.contextmanager

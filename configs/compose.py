@@ -133,7 +133,7 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         except UserError:  # a choice that only --config-dir knows
             known = {}
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
-    if text.startswith("Multiple values for experiment"):
+    if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
         return "experiment is set already, by default to null: write experiment=... without +"
     if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
         files = "configs/experiments.py, extras/experiments.py, configs/experiment/ or --config-dir"

@@ -353,27 +353,24 @@ class TrainConfig(Settings):
         """Append the overridden keys and their values to the default run name, unless the user set a name.
 
         The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
-        name covers (data, model, experiment and its seed). The user's own groups, and groups given as {key: value}, add the typed
-        value. A name longer than MAX_NAME_LENGTH is shortened with a hash.
+        name covers (data, model, experiment and its seed). The user's own config groups, such as +recipe=slow, are added to a
+        default name. A name longer than MAX_NAME_LENGTH is shortened with a hash.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
-        in_default = {"data", "experiment"} | ({"seed"} if "experiment" in typed else {"model"})
+        in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
+        is_default = "experiment" in typed or self.name == f"{self.data.name}_{self.model.name}"
         values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
-            is_own = (
-                not known and "@" not in key and (typed[key].startswith("{") or not any(r.startswith(f"{key}.") for r in roles))
-            )
-            if is_own or (known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default):
-                value = typed[key]
-                if not value.startswith("{"):
-                    value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, value))
-                value = value.strip('[]{}"/ ')
-                parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+            is_own_group = not known and is_default and "@" not in key and not any(role.startswith(f"{key}.") for role in roles)
+            if is_own_group or (known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default):
+                value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
+                word = key.replace("/", ".").rpartition(".")[2]
+                parts.append(f"{word}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
         if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"

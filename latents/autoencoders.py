@@ -107,7 +107,8 @@ def find_weights(spec: str) -> Path | None:
 
 
 def _scale_and_factor(config: dict) -> tuple[float, int]:
-    return float(config["scaling_factor"]), 2 ** (len(config["block_out_channels"]) - 1)
+    # The files of stabilityai/sd-vae-ft-ema, for example, do not store the scale factor, and diffusers uses this default.
+    return float(config.get("scaling_factor", SD_SCALE)), 2 ** (len(config["block_out_channels"]) - 1)
 
 
 def known_scale_and_downsampling(spec: str) -> tuple[float, int] | None:

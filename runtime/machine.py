@@ -137,7 +137,7 @@ def claim_gpu() -> None:
 def check_gpus() -> None:
     """Raise UserError if torch cannot use this machine's NVIDIA GPU, because accelerate would silently use the CPU."""
     hides = os.environ.get("SUBMITIT_EXECUTOR") == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if hides and NVIDIA_DEVICE.exists() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+    if hides and torch.version.cuda and NVIDIA_DEVICE.exists() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         remedy = "set hydra.launcher.gpus_per_node, or ACCELERATE_USE_CPU=true to use the CPU"
         raise UserError(f"hydra/launcher=submitit_local hides all GPUs by default; {remedy}")
     # Slurm sets CUDA_VISIBLE_DEVICES=NoDevFiles in jobs without a GPU.

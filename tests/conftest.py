@@ -21,11 +21,18 @@ from configs import schema
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
 from latents.shards import ShardInfo, write_shard
+from runtime import machine
 
+# The CPU tests see no GPU. `pytest tests/gpu` runs the tests that need one.
+if "pytest" in sys.argv[0] and not any("gpu" in argument for argument in sys.argv[1:]):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Collect tests/gpu only if there is a CUDA device. tests/test_gpu_code.py runs the same code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # with pytest -n, each worker gets its share of the cores
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    torch.set_num_threads(max(1, machine.visible_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+# Variables of the user, of a launcher or of Slurm that change what the tests do.
+FOREIGN = ["HYDRA_FULL_ERROR", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+FOREIGN += ["SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SUBMITIT_EXECUTOR", "TORCHELASTIC_RUN_ID"]
 # Arguments of `python` that launch one or two processes. `--cpu --num_processes 2` would start only one process. Backend: gloo.
 LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCH_1 += ["--num_processes=1"]
@@ -36,7 +43,14 @@ SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_i
 SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    return machine.visible_cores()
+
+
 def pytest_configure(config):
+    for name in FOREIGN:
+        os.environ.pop(name, None)
     config.option.loadscopereorder = False  # xdist must not sort files by their number of tests
 
 

@@ -106,8 +106,10 @@ def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(ro
     projector, observed = Projector(16, 8, 5), ObservedNetwork(net, 3)
     observed(x, t, y, **kwargs)
     patches = torch.randn(3, 16, 5, generator=torch.Generator().manual_seed(6))
-    alignment = Alignment(projector, lambda shown: shown, fetch=None, block=3, weight=0.5)
-    alignment.loss(projector, observed, patches).backward()
+    alignment = Alignment(projector, lambda shown: shown, fetch=None, block=3, weight=0.3)
+    loss = alignment.loss(projector, observed, patches)
+    assert loss.item() == pytest.approx(0.3 * alignment_loss(projector(observed.tokens), patches, observed.ids_keep).item())
+    loss.backward()
     for i, block in enumerate(net.blocks):
         gradients = [p.grad for p in block.parameters()]
         if i < 3:
@@ -202,6 +204,8 @@ def alignment_losses(run):
 def test_alignment_decreases_its_loss_and_leaves_the_first_diffusion_loss_unchanged(repa, aligned, train):
     found = alignment_losses(aligned)
     assert found[-1] < found[0] < 0.5
+    twice = train("twice", *repa, "alignment.weight=1.0", "train.num_steps=1")
+    assert alignment_losses(twice)[0] == pytest.approx(2 * found[0])  # the default is 0.5
     plain = train("plain", *repa[:7])
     assert losses(aligned)[1] == losses(plain)[1] and losses(aligned)[6] != losses(plain)[6]
 

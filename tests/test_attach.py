@@ -5,7 +5,22 @@ from functools import partial
 
 import pytest
 import torch
-from networks import NETWORKS, B, N, blocks_of, build, cached, call, difference, generator, normal, reference_error, run, skipped
+from networks import (
+    NETWORKS,
+    B,
+    N,
+    T,
+    blocks_of,
+    build,
+    cached,
+    call,
+    difference,
+    generator,
+    normal,
+    reference_error,
+    run,
+    skipped,
+)
 
 from extras.attach import Adapter, BlockList, TokenAxis, attach
 from routing_module import SELECTIONS, Route, importance_scores
@@ -28,6 +43,18 @@ def test_a_routed_network_equals_full_length_blocks_with_skipping_tokens_masked_
         assert (skip.sum(1) == int(case.num_tokens * route.selection_ratio)).all() and not (skip == skip[0]).all()
     assert grads.keys() == dense_grads.keys()
     assert reference_error(network, case, inputs, attachment) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["Flux", "Flux2"])
+def test_a_padding_mask_may_have_two_axes(name):
+    case, network = NETWORKS[name], cached(name)
+    padding = torch.arange(case.num_tokens + T) >= torch.arange(B)[:, None]  # one more token of text is padding in each sample
+    outputs = []
+    for mask in (padding, padding[:, None, None]):
+        attachment = attach(network, ONE, generator=generator(3))
+        outputs.append(call(network, case.inputs(False) | {"joint_attention_kwargs": {"attention_mask": mask}}))
+        attachment.detach()
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

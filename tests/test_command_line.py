@@ -109,6 +109,7 @@ def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_the
         (["name=007", """data.path="a b=c, #d 'e'\""""], ("007", "runs", "a b=c, #d 'e'")),
         (["name=7", "data.path=a b"], ("7", "runs", "a b")),
         (["name=${seed}", "seed=3", "output_dir=${train.lr}"], ("3", "0.002", "digits")),
+        (["train={lr:1e-3,num_steps:3}", "model={selection:grid}"], ("digits_tread_lr-0.001_selection-grid", "runs", "digits")),
     ):
         start(monkeypatch, found.append, ["data.path=digits", *arguments])
         assert (found[-1].name, found[-1].output_dir, found[-1].data.path) == values
@@ -140,14 +141,18 @@ def test_a_name_may_be_an_interpolated_number_in_a_sweep_and_own_groups_are_part
     found = []
     start(monkeypatch, found.append, ["-m", "name=${seed}", "seed=0,1", f"output_dir={tmp_path}"])
     assert [cfg.name for cfg in found] == ["0", "1"]
-    for recipe, lr in (("slow", 1e-5), ("fast", 1e-3)):
-        (tmp_path / "own" / "recipe").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "own" / "recipe" / f"{recipe}.yaml").write_text(f"# @package _global_\ntrain:\n  lr: {lr}\n")
-        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", f"+recipe={recipe}"])
-    assert [(cfg.name, cfg.train.lr) for cfg in found[2:]] == [
-        ("digits_tread_recipe-slow", 1e-5),
-        ("digits_tread_recipe-fast", 1e-3),
-    ]
+    recipes = [("recipe/slow", "", 1e-5), ("my/recipe/fast", "", 1e-3), ("recipe/named", "name: mine\n", 1e-4)]
+    for recipe, name, lr in recipes:
+        file = tmp_path / "own" / f"{recipe}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# @package _global_\n{name}train:\n  lr: {lr}\n")
+        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "+{}={}".format(*recipe.rsplit("/", 1))])
+    assert [cfg.train.lr for cfg in found[2:]] == [1e-5, 1e-3, 1e-4]
+    assert [cfg.name for cfg in found[2:]] == ["digits_tread_recipe-slow", "digits_tread_recipe-fast", "mine"]
+    with pytest.raises(
+        SystemExit, match=r"^error: experiment is set already, by default to null: write experiment=... without \+"
+    ):
+        start(monkeypatch, found.append, ["+experiment=table2/dit_b2"])
 
 
 def test_a_sweep_finds_its_folder_from_any_folder_and_does_not_mistake_an_earlier_sweeps_runs_for_its_own(monkeypatch, tmp_path):

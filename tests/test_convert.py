@@ -136,6 +136,9 @@ def test_scale_and_resolution_come_from_the_given_autoencoder(tmp_path):
     (tmp_path / "vae" / "config.json").write_text('{"scaling_factor": 0.25, "block_out_channels": [8, 8, 8]}')
     info = convert(tmp_path / "theirs", tmp_path / "ours", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
     assert (info.scale_factor, info.resolution) == (0.25, 32)
+    (tmp_path / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8, 8]}')
+    info = convert(tmp_path / "theirs", tmp_path / "unscaled", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
+    assert (info.scale_factor, info.resolution) == (0.18215, 64)
 
 
 def lightningdit_with_statistics(folder, channels=4):

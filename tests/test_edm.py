@@ -46,22 +46,22 @@ def test_denoise_scales_input_and_output_of_the_network():
         seen.update(x=x, t=t, y=y, extra=extra)
         return torch.full((1, 4, 1, 1), 2.0)
 
-    D_x = EDM(sigma_data=0.5).denoise(net, x, torch.tensor([1.2]), y, extra=7)
-    assert seen["x"].flatten().tolist() == pytest.approx([3 / 1.3] * 2)
+    D_x = EDM(sigma_data=0.9).denoise(net, x, torch.tensor([1.2]), y, extra=7)  # 0.9^2 + 1.2^2 = 1.5^2
+    assert seen["x"].flatten().tolist() == pytest.approx([3 / 1.5] * 2)
     assert seen["t"].tolist() == pytest.approx([math.log(1.2) / 4])
     assert seen["y"] is y and seen["extra"] == 7
     assert D_x.shape == x.shape
-    assert D_x.flatten().tolist() == pytest.approx([3 * 0.25 / 1.69 + 2 * 0.6 / 1.3] * 2)
+    assert D_x.flatten().tolist() == pytest.approx([3 * 0.81 / 2.25 + 2 * 1.08 / 1.5] * 2)
 
 
 def test_loss_is_the_weighted_squared_error_per_sample():
-    edm = EDM(sigma_data=0.5, P_mean=-1.0, P_std=2.0)
+    edm = EDM(sigma_data=0.7, P_mean=-1.0, P_std=2.0)
     x = torch.tensor([[[[1.0, -1.0]]], [[[0.5, 2.0]]]])
     draws, noise = torch.tensor([0.5, 1.0]), torch.tensor([[[[1.0, 2.0]]], [[[-1.0, 0.0]]]])
     loss = edm.loss(lambda x, t, y: torch.zeros_like(x), x, LABELS[:2], ListedRandom(draws, noise))
     expected = []
     for sigma, clean, eps in ((1.0, (1.0, -1.0), (1.0, 2.0)), (math.e, (0.5, 2.0), (-1.0, 0.0))):
-        c_skip, weight = 0.25 / (sigma**2 + 0.25), (sigma**2 + 0.25) / (0.5 * sigma) ** 2
+        c_skip, weight = 0.49 / (sigma**2 + 0.49), (sigma**2 + 0.49) / (0.7 * sigma) ** 2
         expected.append(weight * sum((c_skip * (a + sigma * b) - a) ** 2 for a, b in zip(clean, eps)) / 2)
     assert loss.tolist() == pytest.approx(expected, rel=1e-5)
 

@@ -26,6 +26,7 @@ NAME = "someone/vae"
 def hub(tmp_path, monkeypatch):
     """Fixture: makes the cache empty and the hub unreachable. hub(url) sets the address of another hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
 

@@ -170,7 +170,11 @@ def test_cudnns_attention_is_used_from_9_26_on_and_graphs_compiled_without_it_ar
 # Settings that the machine does not support.
 
 
-def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu():
+def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu(monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda *_: str(tmp_path))
     assert resolve_compile("auto", GPU) == "blocks" and resolve_compile("auto", CPU) == "none"
     for mode in ("none", "blocks"):
         assert {resolve_compile(mode, device) for device in (CPU, GPU)} == {mode}

@@ -93,12 +93,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_exactly(train, tmp_path, extr
 
 
 def test_two_training_steps_equal_their_definition(train, tmp_path):
-    """Repeat a run by hand: items, flips, moments, noise, dropped labels and paths, routes, AdamW."""
+    """Repeat a run by hand: items, flips, moments, noise, dropped labels and paths, routes, clipped gradients, AdamW."""
     stored, labels = make_shard(
         tmp_path / "data" / "a.safetensors", channels=1, size=8, kind="moments", num_classes=10, flips=True
     )
     settings = [f"data.path={tmp_path / 'data'}", "model=sprint", "model.class_dropout=0.4", "model.path_drop=0.3", "seed=5"]
     settings += ["train.lr=1e-2", "train.betas=[0.8,0.9]", "train.weight_decay=0.3", "train.num_steps=2"]
+    settings.append("train.grad_clip_norm=0.1")
     cfg = load_config(folder_of(run := train("run", *settings), 2))
     set_seed(5)
     net = cfg.model.build(cfg.data).train()
@@ -106,7 +107,7 @@ def test_two_training_steps_equal_their_definition(train, tmp_path):
         [p for p in net.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.3, fused=True
     )
     rng = np.random.default_rng([5, 0])  # seed, epoch
-    order, flips = rng.permutation(24), rng.random(24) < 0.5
+    order, flips, norms = rng.permutation(24), rng.random(24) < 0.5, []
     for step in range(2):
         of = {
             name: torch.Generator().manual_seed(derive_seed(5, step, name))
@@ -128,8 +129,10 @@ def test_two_training_steps_equal_their_definition(train, tmp_path):
         loss = (weight * (denoised - x).square().mean(dim=(1, 2, 3))).mean()
         assert loss.item() == pytest.approx(losses(run)[step + 1], rel=1e-5)
         loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1).item())
         optimizer.step()
         optimizer.zero_grad()
+    assert min(norms) > 0.11 and max(norms) > 1.2 * min(norms)  # AdamW ignores a constant factor of all gradients
     for name, value in weights(run, 2).items():  # Adam divides by small numbers, so rounding errors grow to 1e-4 of a step
         assert torch.allclose(net.state_dict()[name], value, atol=1e-5), name
 

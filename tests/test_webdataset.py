@@ -93,23 +93,24 @@ def test_pickles_of_an_older_numpy_and_half_precision_are_read(tmp_path):
 
 def test_tars_of_several_parts_of_a_data_set_are_refused(tmp_path):
     latents, labels = sd_moments(2), [0, 1]
-    for names in (
-        ("train/00.tar", "val/00.tar"),
-        ("in1k-train-0000.tar", "in1k-validation-00.tar"),
-        ("Training_0.tar", "test.tar"),
+
+    def write(folder, *names):
+        for name in names:
+            write_tar(tmp_path / folder / name, npy_members(latents, labels))
+        return tmp_path / folder
+
+    for folder, *names in (
+        ("a", "in1k-train-0000.tar", "in1k-validation-00.tar"),
+        ("b", "Training_0.tar", "test.tar"),
+        ("c", "train/00.tar", "val/00.tar"),
     ):
-        folder = tmp_path / names[0].replace("/", "_")
-        for name in names:
-            write_tar(folder / name, npy_members(latents, labels))
-        with pytest.raises(
-            UserError, match=f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part, or"
-        ):
-            convert(ConvertConfig(str(folder), str(tmp_path / "out"), kind="sample", scale=1.0))
-    for names in (("train-0.tar", "training/latest.tar", "more.tar"), ("test-data/train-0.tar", "test-data/train-1.tar")):
-        folder = tmp_path / "accepted" / names[0].replace("/", "_")
-        for name in names:
-            write_tar(folder / name, npy_members(latents, labels))
-        check_parts(folder, "")
+        words = f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part, or"
+        with pytest.raises(UserError, match=words):
+            check_parts(write(folder, *names), "or")
+    with pytest.raises(UserError, match="several parts of a data set .*, or rename the tars to use them together"):
+        convert(ConvertConfig(str(tmp_path / "a"), str(tmp_path / "out"), kind="moments"))
+    check_parts(write("d", "train-0.tar", "training/latest.tar", "more.tar"), "")
+    check_parts(write("e", "test-data/train-0.tar", "test-data/train-1.tar"), "")
 
 
 def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):

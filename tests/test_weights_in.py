@@ -294,6 +294,25 @@ def test_a_label_table_without_a_null_class_imports_and_is_not_guided(
             images_of(folder, tmp_path / "images", "guidance=cfg", "cfg_scale=2")
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "refused"),
+    [
+        ("sit", {"path_type": "GVP", "prediction": "velocity"}, "path_type=GVP; only linear can be sampled"),
+        ("sit", {"path_type": "Linear", "prediction": "noise"}, "prediction=noise; only v or velocity can be sampled"),
+        ("repa", {"path_type": "cosine", "prediction": "v"}, "path_type=cosine"),
+        ("sit", {"path_type": "Linear", "prediction": "velocity"}, None),
+        ("repa", {"path_type": "linear", "prediction": "v"}, None),
+    ],
+)
+def test_weights_of_another_path_or_prediction_are_refused(import_file, kind, arguments, refused):
+    content = {"model": dit_weights(), "args": argparse.Namespace(**arguments)}
+    if refused is None:
+        import_file(content, kind, **PIXELS)
+    else:
+        with pytest.raises(UserError, match=f"was trained with {refused}"):
+            import_file(content, kind, **PIXELS)
+
+
 def test_a_resolution_that_contradicts_the_latents_is_refused(import_file):
     with pytest.raises(UserError, match="resolution=16, but .*weights.pt is for 8 latents a side, each of 1 pixels"):
         import_file(dit_weights(), "repa", resolution=16, **PIXELS)

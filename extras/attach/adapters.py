@@ -28,7 +28,7 @@ class TokenAxis:
     layout: Layout = "image"
     ndim: int | None = None  # if set, only tensors with this number of axes have a token axis
     items: tuple[int | str, ...] | None = None  # items of a tuple or dict with a token axis. None selects all items of a tuple.
-    mask: bool = False  # whether this is an attention mask, (B or 1, heads or 1, L or 1, L) or (L, L), with two token axes
+    mask: bool = False  # whether this is an attention mask, (B or 1, heads or 1, L or 1, L), (B, L) or (L, L)
 
 
 @dataclass(frozen=True)

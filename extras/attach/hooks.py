@@ -101,6 +101,8 @@ class ForwardPlan:
             return self.gather(value, route, axis, axis.dim)
         if value.ndim not in (2, 4):
             raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")
+        if value.ndim == 2 and len(value) == self.image.batch:  # (B, L), which diffusers reads as padding of each sample
+            value = value[:, None, None]
         value = value.reshape((1,) * (4 - value.ndim) + value.shape)
         for dim in (2, 3):
             value = self.gather(value, route, axis, dim) if value.shape[dim] > 1 else value

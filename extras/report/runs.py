@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from checkpoints import store
 from checkpoints.load import load_run_config
-from checkpoints.run import is_renamed, read_metrics
+from checkpoints.run import is_renamed, present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines
 from common.types import FiniteFloat, NonNegativeInt
@@ -151,9 +151,17 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         except UserError as e:
             problems[str(file)] = str(e).replace(str(file), "it", 1)
     files = [file for file in find_files(folders, "results.jsonl") if not is_renamed(file.parent)]
-    for file in files:
-        if orphans := add_results(file, runs):
-            problems[str(file)] = f"results of {', '.join(sorted(orphans))}"
+    results = {file: [line for line in read_lines(file, check_result) if "checkpoint" in line["point"]] for file in files}
+    # fid.py's older results have only a hash that also covers the modification times of a folder's images.
+    hashes = {
+        line["point"].get("reference"): line["about"]["reference_hash"]
+        for lines in results.values()
+        for line in lines
+        if "reference_hash" in line.get("about", {})
+    }
+    for file, lines in results.items():
+        if orphans := add_results(file, lines, runs, hashes):
+            problems[str(file)] = f"results of {'; '.join(sorted(orphans))}"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
     return [run for run in runs if run.figures], problems
 
@@ -166,10 +174,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    # The last start at the first step began the present run. Earlier starts belong to a run whose results train.py renamed.
-    first = min((start["step"] for start in starts), default=0)
-    begins = max((i for i, start in enumerate(starts) if start["step"] == first), default=0)
-    run, lines = Run(path, load_run_config(path), starts[begins:]), read_metrics(path / "metrics.jsonl")
+    run, lines = Run(path, load_run_config(path), present_starts(starts)), read_metrics(path / "metrics.jsonl")
     for line in lines["training"]:
         run.speeds[line["step"]] = line["steps_per_sec"]
         if isinstance(images := line.get("images_seen"), int):
@@ -183,14 +188,15 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
+def add_results(file: Path, lines: Sequence[dict], runs: Sequence[Run], hashes: Mapping[str, str]) -> set[str]:
     """Add the fid.py results in a file to their runs. Return text about the runs to which the remaining results belong.
+
+    `hashes` maps fid.py's hash of a reference to train.py's hash, which does not cover modification times.
 
     Checkpoint hashes identify runs, even if a run folder was moved. If no hash matches, the function uses the run folder that the
     result names, or else the run folder that contains the file, unless this run has another checkpoint at the step. The file's
     folder counts only for the run with this name, or if all results in the file name the same run.
     """
-    lines = [line for line in read_lines(file, check_result) if "checkpoint" in line["point"]]  # others are for sets of images
     named = {id(line): Path(line["point"]["checkpoint"]).resolve().parent.parent for line in lines}
     orphans = set()
     for line in lines:
@@ -201,10 +207,9 @@ def add_results(file: Path, runs: Sequence[Run]) -> set[str]:
             places.append(file.parent.parent)
         candidates = [run for place in places for run in runs if run.path == place]
         matches = matches or [run for run in candidates if step not in run.checkpoint_hashes][:1]
-        about = line.get("about", {})
-        reference_hash = about.get("reference_hash") or point.get("reference")
+        name, reference = line.get("about", {}).get("reference"), point.get("reference")
         for run in matches:  # several matches are copies of one run
-            run.add(step, line["metrics"], point["num_samples"], point, about.get("reference"), reference_hash)
+            run.add(step, line["metrics"], point["num_samples"], point, name, hashes.get(reference, reference))
         if not matches:
             is_here = any(run.path == named_run for run in runs)
             orphans.add(f"{named_run}, " + (f"for another checkpoint at step {step}" if is_here else "which is no run here"))

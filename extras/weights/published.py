@@ -30,7 +30,8 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
     the step is 0. `num_classes` is None unless the file contains its project's arguments.
 
     Raises:
-        UserError: If the file cannot be read, could run code, or contains no state dict or values that are not finite.
+        UserError: If the file cannot be read, could run code, or contains no state dict or values that are not finite. Also
+            raised if its project's arguments name another path than the linear one, or another prediction than the velocity.
     """
     # Other projects store their command-line arguments next to the weights, as plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -44,7 +45,12 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
     step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
     arguments = content.get("args")
     arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
-    num_classes = arguments.get("num_classes") if isinstance(arguments, dict) else None
+    arguments = arguments if isinstance(arguments, dict) else {}
+    # SiT and REPA can train other paths and predictions with networks of the same shapes.
+    for name, accepted in (("path_type", ("linear",)), ("prediction", ("v", "velocity"))):
+        if str(value := arguments.get(name, accepted[0])).lower() not in accepted:
+            raise UserError(f"{file} was trained with {name}={value}; only {' or '.join(accepted)} can be sampled")
+    num_classes = arguments.get("num_classes")
     return _plain_names(file, model), _plain_names(file, ema), step, num_classes if type(num_classes) is int else None
 
 

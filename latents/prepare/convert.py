@@ -47,7 +47,7 @@ class ConvertConfig:
 def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
     is_new = not (Path(cfg.output).is_dir() and shard_files(Path(cfg.output)))
-    if is_new and Path(cfg.path).is_dir():  # earlier versions converted all tars of a folder together
+    if is_new and any(Path(cfg.path).glob("[!.]*.tar")):  # earlier versions converted all tars of a folder together
         check_parts(Path(cfg.path), "or rename the tars to use them together")
     source = open_latents(cfg.path)
     log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)

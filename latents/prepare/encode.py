@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -33,7 +33,8 @@ class EncodeConfig:
 
     images: str  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
     output: str  # folder for the shards
-    # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes.
+    # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes, and
+    # tars of several parts of a data set.
     labels: Literal["auto", "none", "first_level"] = "auto"
     part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
     resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
@@ -107,28 +108,25 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
-def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> tuple[list[PlannedShard], list[dict]]:
-    """Lock the writer's folder in one process. Return the missing shards and the images that the other shards must not leave out.
+def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> list[PlannedShard]:
+    """Lock the writer's folder in one process, and return the missing shards.
 
-    There are such images only if on_error=stop and an earlier command had on_error=skip.
+    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, a UserError lists the images that
+    existing shards left out and that still cannot be read.
     """
-    unreadable: list[dict] = []
-    writer.open(functools.partial(_find_readable, source, cfg, unreadable))
-    return writer.missing(), unreadable
 
+    def find_readable(left_out: Mapping[PlannedShard, Collection[str]]) -> dict[PlannedShard, list[str]]:
+        readable, unreadable = {}, []
+        for shard, names in left_out.items():
+            batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
+            readable[shard] = [source.names[i] for i in batch.kept]
+            unreadable += [entry["problem"] for entry in batch.left_out]
+        if unreadable and cfg.on_error == "stop":
+            raise UserError(list_faults(unreadable, REPAIR))
+        return readable
 
-def _find_readable(
-    source: LabelledImages, cfg: EncodeConfig, unreadable: list[dict], shard: PlannedShard, left_out: Sequence[str]
-) -> list[str]:
-    """Return which of the images that an existing shard has left out can be read now.
-
-    If there are none and on_error=stop, add the images to `unreadable`, because the shard stays as it is.
-    """
-    numbers = [number for number in range(shard.start, shard.stop) if source.names[number] in {*left_out}]
-    batch = _read_batch(source, cfg, False, numbers)
-    if cfg.on_error == "stop" and not batch.kept:
-        unreadable += batch.left_out
-    return [source.names[number] for number in batch.kept]
+    writer.open(find_readable)
+    return writer.missing()
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,9 @@ class PlannedShard:
     start: int
     stop: int
     source_hash: str  # hash of the source items
+
+
+FindReadable = Callable[[Mapping[PlannedShard, Collection[str]]], Mapping[PlannedShard, Sequence[str]]]
 
 
 class ShardWriter:
@@ -91,24 +94,27 @@ class ShardWriter:
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
         return sources
 
-    def open(self, find_readable: Callable[[PlannedShard, Sequence[str]], list[str]] = lambda shard, left_out: []) -> None:
+    def open(self, find_readable: FindReadable = lambda left_out: {}) -> None:
         """Lock the folder and rename invalid shards. One process must call `open` before it calls `missing`.
 
-        `find_readable` returns which of the items that a shard has left out can be read now. The writer makes such shards again.
+        `find_readable` gets the names of the items that each shard has left out, and returns those that can be read now. The
+        writer makes such shards again.
         """
-        planned = {shard.file: shard for shard in self.shards}
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
+        shards = {shard.file: shard for shard in self.shards}
+        reasons, left_out = {}, {}
         for file, source in sorted(self._read_sources()):  # reread, because another process may have written shards meanwhile
-            is_planned = (file, source) in self._planned
-            readable = []
-            if is_planned and is_intact(file):
-                left_out = read_header(file)[0]["provenance"]["left_out"]
-                if not left_out or not (readable := find_readable(planned[file], [entry["name"] for entry in left_out])):
-                    continue
+            if (file, source) not in self._planned:
+                reasons[file] = "was made from other items than the source holds now"
+            elif not is_intact(file):
+                reasons[file] = "changed after it was written"
+            elif entries := read_header(file)[0]["provenance"]["left_out"]:
+                left_out[shards[file]] = {entry["name"] for entry in entries}
+        for shard, names in find_readable(left_out).items():
+            if names:
+                reasons[shard.file] = f"left out {names[0]}, which can be read now"
+        for file, reason in reasons.items():
             backup = file.with_name(f".changed_{file.name}")
-            reason = "changed after it was written" if is_planned else "was made from other items than the source holds now"
-            if readable:
-                reason = f"left out {readable[0]}, which can be read now"
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
             os.replace(file, backup)
         if self.missing():
