@@ -3,6 +3,7 @@
 The Python examples of docs/extending.md run on a small run.
 """
 
+import functools
 import re
 import shlex
 from importlib import import_module
@@ -14,6 +15,9 @@ from PIL import Image
 from stand_ins import cache_untrained_autoencoder
 
 import prepare_latents
+from configs import command_line
+from extras.benchmarks import __main__ as benchmarks
+from extras.weights import __main__ as weights
 from routing_module import Route
 
 NOT_RUN = ("make env", "source .venv/bin/activate", "python prepare_latents.py fetch")  # `fetch` needs a network
@@ -54,6 +58,33 @@ def test_every_command_of_a_page_is_accepted():
     assert len(commands) > 30
     for script, arguments in commands:
         checked(arguments, SETTINGS[script])
+
+
+def test_every_other_command_of_a_page_has_keys_and_values_that_the_command_accepts(monkeypatch):
+    called = []
+
+    def record(target):
+        """Replace a command's function by one with the same signature that only records its call."""
+        module, _, name = target.partition(":")
+        function = getattr(import_module(module), name)
+        recorder = functools.wraps(function)(lambda *args, **values: called.append(name))
+        monkeypatch.setattr(import_module(module), name, recorder)
+
+    programs = {"prepare_latents.py": prepare_latents, "extras.weights": weights, "extras.benchmarks": benchmarks}
+    for target in {target for program in programs.values() for target in program.COMMANDS.values()}:
+        record(target)
+    commands = []
+    for page in PAGES:
+        for line in "\n".join(blocks_of(page)).replace("\\\n", "").splitlines():
+            words = shlex.split(line, comments=True)
+            commands += [(words[i], words[i + 1 :]) for i, word in enumerate(words) if word in programs and "$" not in line]
+    for program, arguments in commands:
+        if program == "extras.weights":
+            command_line.run_command(weights.COMMANDS, "", arguments)
+        else:
+            programs[program].main(arguments)
+    assert len(called) == len(commands) > 15
+    assert {"encode", "convert", "inspect", "reference", "detector", "fetch", "import_weights", "step"} <= {*called}
 
 
 def run_line(line):

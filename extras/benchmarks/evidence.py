@@ -287,8 +287,8 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
         trained = read_metrics(run / "metrics.jsonl")
         speeds = [line["steps_per_sec"] for line in trained["training"]]
         for line in trained["evaluation"]:
-            kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
-            lines.append(run_fields | kept | weights[line["step"]])
+            kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level") if key in line}
+            lines.append(run_fields | kept | weights.get(line["step"], {}))
         for line in read_lines(run / "evaluations" / "results.jsonl"):
             kept = {"step": line["shown"]["step"], "cfg_scale": line["shown"]["cfg_scale"], "metrics": line["metrics"]}
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
