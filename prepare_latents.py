@@ -86,12 +86,13 @@ def encode(cfg: EncodeConfig) -> None:
     writer = ShardWriter(cfg.output, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
     processes.wait_for_all()  # no process changes the folder before every process has checked it
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    missing = processes.on_main(lambda: open_folder(source, writer, cfg))
+    missing, unreadable = processes.on_main(lambda: open_folder(source, writer, cfg))
     counts = len(source), num_classes, len(missing), len(writer.shards)
     log.info("%d images in %d classes; %d of %d shards to make", *counts)
     share = missing[accelerator.process_index :: accelerator.num_processes]
     # The error comes after every process has made its shards, because it ends all processes.
-    if unreadable := processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator)):
+    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
+    if unreadable:
         raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
     entries = {"source": cfg.images, "unread": source.unread}
     processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))

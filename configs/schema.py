@@ -353,8 +353,9 @@ class TrainConfig(Settings):
         """Append the overridden keys and their values to the default run name, unless the user set a name.
 
         The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
-        name covers (data, model, experiment and its seed). The user's own config groups, such as +recipe=slow, are added to a
-        default name. A name longer than MAX_NAME_LENGTH is shortened with a hash.
+        name covers (experiment and its seed, otherwise data and model). With `experiment`, it omits data and model, too, as in
+        earlier versions. The user's own config groups, such as +recipe=slow, are added to a default name. A name longer than
+        MAX_NAME_LENGTH is shortened with a hash.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
@@ -366,10 +367,11 @@ class TrainConfig(Settings):
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
-            is_own_group = not known and is_default and "@" not in key and not any(role.startswith(f"{key}.") for role in roles)
+            group = key.partition("@")[0]
+            is_own_group = not known and is_default and group not in GROUPS and not any(x.startswith(f"{group}.") for x in roles)
             if is_own_group or (known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default):
                 value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
-                word = key.replace("/", ".").rpartition(".")[2]
+                word = group.replace("/", ".").rpartition(".")[2]
                 parts.append(f"{word}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
         if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from latents.shards import ShardInfo, write_shard
 from runtime import machine
 
 # The CPU tests see no GPU. `pytest tests/gpu` runs the tests that need one.
-if "pytest" in sys.argv[0] and not any("gpu" in argument for argument in sys.argv[1:]):
+if "pytest" in sys.argv[0] and not any("gpu" in Path(argument.partition("::")[0]).parts[-2:] for argument in sys.argv[1:]):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # Collect tests/gpu only if there is a CUDA device. tests/test_gpu_code.py runs the same code on a CPU.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]

@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from checkpoints.load import load_run_config
-from checkpoints.run import read_metrics
+from checkpoints.run import present_starts, read_metrics
 from common.files import read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
@@ -280,7 +280,9 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
     """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
-        cfg, start = load_run_config(run), next(read_lines(run / "starts.jsonl"))
+        if not (starts := present_starts([*read_lines(run / "starts.jsonl")])):
+            continue
+        cfg, start = load_run_config(run), starts[0]
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         run_fields = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
@@ -290,9 +292,11 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
             kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level") if key in line}
             lines.append(run_fields | kept | weights.get(line["step"], {}))
         for line in read_lines(run / "evaluations" / "results.jsonl"):
-            kept = {"step": line["shown"]["step"], "cfg_scale": line["shown"]["cfg_scale"], "metrics": line["metrics"]}
+            kept = {key: line["shown"][key] for key in ("step", "cfg_scale") if key in line["shown"]} | {
+                "metrics": line["metrics"]
+            }
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-            lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights[kept["step"]])
+            lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights.get(kept["step"], {}))
         lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})
     write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
 

@@ -71,7 +71,7 @@ def import_weights(
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
     file = Path(source)
-    model, ema, step, stored_num_classes = read_published(file)
+    model, ema, step, stored_num_classes = read_published(file, kind)
     if kind == "repa":
         model, ema = without_projectors(model), without_projectors(ema)
     backbones = (lightningdit if kind == "lightningdit" else dit).BACKBONES

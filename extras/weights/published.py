@@ -23,7 +23,7 @@ MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict"
 STEP_NAMES = ("step", "steps", "train_steps")
 
 
-def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int | None]:
+def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int | None]:
     """Read (model, EMA, step, num_classes) from a .safetensors or torch.save file, without running code from the file.
 
     Tensors are float32. If the file contains only the model or only the EMA, both results have the same weights. Without a step,
@@ -31,7 +31,7 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
 
     Raises:
         UserError: If the file cannot be read, could run code, or contains no state dict or values that are not finite. Also
-            raised if its project's arguments name another path than the linear one, or another prediction than the velocity.
+            raised if the arguments of SiT or REPA name another path than the linear one, or another prediction than the velocity.
     """
     # Other projects store their command-line arguments next to the weights, as plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -48,7 +48,8 @@ def read_published(file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], in
     arguments = arguments if isinstance(arguments, dict) else {}
     # SiT and REPA can train other paths and predictions with networks of the same shapes.
     for name, accepted in (("path_type", ("linear",)), ("prediction", ("v", "velocity"))):
-        if str(value := arguments.get(name, accepted[0])).lower() not in accepted:
+        value = arguments.get(name)
+        if kind in ("sit", "repa") and value is not None and str(value).lower() not in accepted:
             raise UserError(f"{file} was trained with {name}={value}; only {' or '.join(accepted)} can be sampled")
     num_classes = arguments.get("num_classes")
     return _plain_names(file, model), _plain_names(file, ema), step, num_classes if type(num_classes) is int else None

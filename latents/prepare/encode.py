@@ -108,25 +108,26 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
-def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> list[PlannedShard]:
-    """Lock the writer's folder in one process, and return the missing shards.
+def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> tuple[list[PlannedShard], list[dict]]:
+    """Lock the writer's folder in one process. Return the missing shards, and the unreadable images of the other shards.
 
-    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, a UserError lists the images that
-    existing shards left out and that still cannot be read.
+    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
+    unreadable images, which are returned. With on_error=skip, no images are returned.
     """
+    unreadable: list[dict] = []
 
     def find_readable(left_out: Mapping[PlannedShard, Collection[str]]) -> dict[PlannedShard, list[str]]:
-        readable, unreadable = {}, []
+        readable = {}
         for shard, names in left_out.items():
             batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
-            readable[shard] = [source.names[i] for i in batch.kept]
-            unreadable += [entry["problem"] for entry in batch.left_out]
-        if unreadable and cfg.on_error == "stop":
-            raise UserError(list_faults(unreadable, REPAIR))
-        return readable
+            if cfg.on_error == "stop" and batch.left_out:
+                unreadable.extend(batch.left_out)
+            else:
+                readable[shard] = [source.names[i] for i in batch.kept]
+        return {} if unreadable else readable  # if the command ends with an error, no shard is made again
 
     writer.open(find_readable)
-    return writer.missing()
+    return writer.missing(), unreadable
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:
