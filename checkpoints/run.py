@@ -96,6 +96,7 @@ class RunFolder:
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self._lock = None
+        self._lacked_checkpoints = False  # whether checkpoints/ was missing when the folder was opened
 
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
@@ -110,6 +111,7 @@ class RunFolder:
             reason = f"{self.path} holds {others[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.path / ".lock", "training in", "name")
+        self._lacked_checkpoints = not self.checkpoints.exists()
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
         for folder in (self.checkpoints, self.samples, self.snapshots):
@@ -161,14 +163,17 @@ class RunFolder:
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
     def reached_checkpoint(self, every: int, num_steps: int) -> int | None:
-        """Return the last step in metrics.jsonl if the run has saved a checkpoint, or None.
+        """Return the last step in metrics.jsonl if the run had certainly saved a checkpoint, or None.
 
-        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped.
+        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped. It may have been killed
+        while it wrote its first checkpoint, but the second one waits for the first. A missing folder was removed by somebody.
         """
         last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
         lines = [line for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
         starts = [line["step"] for line in present_starts(lines)] or [0]
-        return last if max(starts) > starts[0] or last >= min((starts[0] // every + 1) * every, num_steps) else None
+        first = min((starts[0] // every + 1) * every, num_steps)
+        is_saved = max(starts) > starts[0] or last > first + every or (self._lacked_checkpoints and last >= first)
+        return last if is_saved else None
 
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

@@ -67,7 +67,7 @@ def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_pat
 
 def test_processes_that_would_run_different_jobs_of_a_search_are_stopped(tmp_path):
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "train.lr=interval(1e-3,1e-2)"]
-    for outcome in launch(tmp_path, ["train.py", "-m", *search, *TINY, "output_dir=runs"], 2):
+    for outcome in launch(tmp_path, ["train.py", "-m", *search, *TINY, "eval.every=6", "output_dir=runs"], 2):
         assert outcome.code == 1 and "process 1 runs train.lr=0.0" in outcome.output, outcome.output
         assert "set hydra.sweeper.sampler.seed=0" in outcome.output and runs_of(tmp_path / "runs") == []
 

@@ -31,6 +31,7 @@ from PIL import Image
 
 from checkpoints import provenance, resume, store
 from checkpoints.load import load_config
+from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.randomness import derive_seed
 from latents.order import BatchOrder
@@ -233,6 +234,31 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
         train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
     assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
     assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_3", "of_4"}
+
+
+@pytest.mark.parametrize(
+    ("last", "starts", "has_folder", "expected"),
+    [
+        (9, [0], False, None),  # before the first checkpoint
+        (10, [0], False, 10),  # somebody removed checkpoints/
+        (20, [0], True, None),  # perhaps killed while it wrote the first checkpoint
+        (21, [0], True, 21),
+        (12, [0, 10], True, 12),  # it resumed from a checkpoint
+        (12, [0, 10, 0], True, None),  # another run with the same name did
+        (25, [15], False, 25),  # the last step of init_state=all
+        (24, [15], False, None),
+    ],
+)
+def test_a_run_is_known_to_have_saved_a_checkpoint(tmp_path, last, starts, has_folder, expected):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" if has_folder else folder).mkdir(parents=True)
+    line = {"step": last, "loss": 1.0, "steps_per_sec": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "starts.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in starts))
+    run = RunFolder(str(tmp_path), "run")
+    run.open()
+    assert run.reached_checkpoint(every=15 if starts == [15] else 10, num_steps=25) == expected
+    run.close()
 
 
 def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):
