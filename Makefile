@@ -1,6 +1,8 @@
 # All targets need only Python 3.10 or newer. `make demo` and `make test` set up the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+# The environment is made again for another version of Python.
+INSTALLED = .venv/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 # On a CPU, keep freed memory in the process. Otherwise, mapping new memory for large tensors takes 4 to 12% of a step.
 export MALLOC_MMAP_MAX_ := 0
 export MALLOC_TRIM_THRESHOLD_ := 1000000000000
@@ -32,12 +34,12 @@ endif
 lint: env
 	$(BIN)/ruff check .
 
-env: .venv/.installed
+env: $(INSTALLED)
 
-# Install the versions in requirements.lock, which were tested together.
-.venv/.installed: requirements.lock
+# Install the versions in requirements.lock, which were tested together. An environment that `make` made before is cleared first.
+$(INSTALLED): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(if $(wildcard .venv/.installed*),--clear) .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.lock
 	@touch $@

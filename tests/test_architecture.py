@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,8 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 def sources() -> dict[str, ast.Module]:
     """Return {"training.ema": syntax tree, ...} for every module outside tests/."""
     found = {}
-    for file in sorted(REPOSITORY.rglob("*.py")):
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    for file in sorted(REPOSITORY / name for name in tracked) or sorted(REPOSITORY.rglob("*.py")):  # without git, all files
         path = file.relative_to(REPOSITORY)
         if not any(part in ("tests", "runs", "outputs") or part.startswith(".") for part in path.parts):
             name = path.with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
