@@ -116,7 +116,7 @@ class Results:
 
         comparable = [other for other in self.lines if plotted in other["metrics"] and shared(other) == shared(line)]
         best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
-        mark = "" if len(comparable) < 2 else "*" if line is best else "~" if not differ(line, best, plotted) else ""
+        mark = "" if len(comparable) < 2 else "*" if line is best else "~" if differ(line, best, plotted) is False else ""
         errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
         about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
         row = line["shown"] | about | {"best": mark} | line["metrics"] | line["cost"]
@@ -153,8 +153,10 @@ def without_defaults(settings: dict) -> dict:
     return {name: value for name, value in settings.items() if value is not None and value != DEFAULTS.get(name)}
 
 
-def differ(line: dict, other: dict, metric: str) -> bool:
+def differ(line: dict, other: dict, metric: str) -> bool | None:
     """Return whether zero is outside the 95% confidence interval of the difference between two results.
+
+    Return None without jackknife values, which need 20 samples.
 
     The jackknife is applied to the difference itself, because points with the same seeds share most of their sampling noise.
     """
@@ -162,7 +164,7 @@ def differ(line: dict, other: dict, metric: str) -> bool:
 
     groups = [side["jackknife"].get(metric) for side in (line, other)]
     if None in groups:
-        return False
+        return None
     error = standard_error([a - b for a, b in zip(*groups)])
     return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(groups[0]) - 1, 0.975) * error
 

@@ -161,8 +161,9 @@ def show_ratios(lines: list[dict]) -> None:
 
 def time_ratios(lines: list[dict], tokens: str) -> dict[int, float]:
     """Return the median time of a routed step divided by that of a dense step, by training seed."""
-    speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if "steps_per_sec" in line}
+    speeds = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if line.get("steps_per_sec")}
     seeds = sorted(seed for arm, seed in speeds if arm == f"routed-{tokens}" and seed != SEARCH_SEED)
+    seeds = [seed for seed in seeds if (f"dense-{tokens}", seed) in speeds]
     return {seed: speeds[f"dense-{tokens}", seed] / speeds[f"routed-{tokens}", seed] for seed in seeds}
 
 

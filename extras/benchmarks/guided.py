@@ -95,20 +95,21 @@ def guided(
     """
     if unknown := [seed for seed in seeds if seed not in SEEDS]:
         raise UserError(f"seeds={unknown} are not in the rule, which has {SEEDS[0]} to {SEEDS[-1]}")
-    # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible.
-    tasks = [(arm, seed) for seed in seeds for arm, plan in ARMS.items() if seed in plan.seeds]
-    chosen = sorted(tasks, key=lambda task: task[0] not in PRIMARY)  # stable: the primary arms first, and then by seed
     recorder = Recorder(Path(runs), Path(output), commit)
-    # All arms are sampled at all scales before the first comparison, because the mean over seeds chooses the scale.
-    for plan_points in (choosing_points, comparing_points):
+    # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible. All runs of an arm
+    # are sampled at all scales before their first comparison, because the mean over seeds chooses the scale.
+    secondary = [arm for arm in ARMS if arm not in PRIMARY]
+    for arms, plan_points in product((PRIMARY, secondary), (choosing_points, comparing_points)):
         lines = recorder.lines(seeds)
-        missing = {task: points for task in chosen if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
+        tasks = [(arm, seed) for seed in seeds for arm in arms if seed in ARMS[arm].seeds]
+        missing = {task: points for task in tasks if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
         commands = {task: command(*task, points, Path(runs), overrides, fid_overrides) for task, points in missing.items()}
         run_all(commands, jobs, recorder)
         lines = recorder.lines(seeds)
         if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
             logs = ", ".join(str(recorder.log_file(*task)) for task in failed)
-            raise UserError(f"{len(failed)} runs are not complete (see {logs}); the same command resumes them")
+            remedy = "the same command resumes them. If a loss diverged, leave its seed out of seeds="
+            raise UserError(f"{len(failed)} runs are not complete (see {logs}); {remedy}")
 
 
 def choosing_points(lines: list[dict], arm: str) -> list[Point]:
@@ -335,10 +336,10 @@ def show_guided(lines: list[dict]) -> None:
 
     Only complete seeds count (see `complete_lines`).
     """
-    started = sorted({line["seed"] for line in lines if line.get("first_seed") == COMPARING[0]})
+    started = sorted({line["seed"] for line in lines})
     lines = complete_lines(lines)
     if others := [seed for seed in started if not any(line["seed"] == seed for line in lines)]:
-        typed = ",".join(map(str, [seed for seed in SEEDS if seed <= max(others)]))
+        typed = ",".join(map(str, started))
         sys.stdout.write(f"Seeds {others} have no complete comparison yet: `guided seeds=[{typed}]` completes it.\n\n")
     arms = [arm for arm in ARMS if any(line["arm"] == arm for line in lines)]
     rows = []

@@ -147,7 +147,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         row = {"Routed": routed.label, "Best that both reach": best}
         row["Dense"] = f"{dense.label}, {'at or before ' if dense_is_bound else ''}step {dense_step:,.0f}"
         row["Reached"] = f"{'at or before ' if is_bound else ''}step {step:,.0f}"
-        seeds = [{step: sign * x for step, x in run.figures[measure].items()} for run in routed.longest_runs(measure)]
+        seeds = [{step: sign * x for step, x in sorted(run.figures[measure].items())} for run in routed.longest_runs(measure)]
         reached = [first_reached(curve, target)[0] for curve in seeds if min(curve.values()) <= target]
         if len(seeds) > 1:
             steps = f", at step {min(reached):,.0f} to {max(reached):,.0f}" if reached else ""
