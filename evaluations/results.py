@@ -166,7 +166,7 @@ def differ(line: dict, other: dict, metric: str) -> bool | None:
     if None in groups:
         return None
     error = standard_error([a - b for a, b in zip(*groups)])
-    return abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(groups[0]) - 1, 0.975) * error
+    return bool(abs(line["metrics"][metric] - other["metrics"][metric]) > stdtrit(len(groups[0]) - 1, 0.975) * error)
 
 
 def _format(name: str, value: object, error: float | None) -> str:
