@@ -46,8 +46,8 @@ def start_accelerator(
         importlib.import_module("torch.distributed.nn.functional")
     prepare_job()
     check_gpus()
-    num_cores = cores_per_process()  # before accelerate, which may bind the process to the cores of its GPU
-    warn_about_slurm()
+    # Counted before accelerate, which may bind the process to the cores of its GPU.
+    num_cores, num_visible = cores_per_process(), visible_cores()
     # In a sweep, reset the accelerate state from the previous run. The processes stay connected.
     if is_initialized():
         gc.collect()  # free the previous run's networks, which reference cycles keep alive
@@ -66,6 +66,7 @@ def start_accelerator(
         log.warning("accelerate launch started only one process; to start several on a CPU, add --multi_gpu")
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.ERROR)
+    warn_about_slurm(num_visible)
     # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
     torch.set_num_threads(cpu_threads or num_cores)
     # By default, torch's compiler starts up to 32 processes per GPU.
@@ -167,12 +168,12 @@ def visible_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def warn_about_slurm() -> None:
+def warn_about_slurm(num_visible: int) -> None:
     """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on."""
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if asked.isdecimal() and int(asked) > visible_cores():
+    if asked.isdecimal() and int(asked) > num_visible:
         remedy = "give srun --cpus-per-task, or export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job's script"
-        log.warning("this task has %d of the %s CPU cores in --cpus-per-task: %s", visible_cores(), asked, remedy)
+        log.warning("this task has %d of the %s CPU cores in --cpus-per-task: %s", num_visible, asked, remedy)
 
 
 def cores_per_process() -> int:
