@@ -78,7 +78,8 @@ def present_starts(starts: list[dict]) -> list[dict]:
     Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed.
     """
     steps = [start.get("step", 0) for start in starts]
-    return starts[max((i for i, step in enumerate(steps) if step == min(steps)), default=0) :]
+    first = min(steps, default=0)
+    return starts[max((i for i, step in enumerate(steps) if step == first), default=0) :]
 
 
 def is_renamed(path: Path) -> bool:

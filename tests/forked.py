@@ -93,11 +93,15 @@ def run(folder, arguments, before=None, **how):
     return Command(folder, arguments, before, **how).finish()
 
 
-def launch(folder, arguments, num_processes, before=None, limit_sec=60, **how):
-    """Launch connected processes, as `accelerate launch` does. Returns their outcomes. `before` holds a function per rank."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+        return str(probe.getsockname()[1])
+
+
+def launch(folder, arguments, num_processes, before=None, limit_sec=60, **how):
+    """Launch connected processes, as `accelerate launch` does. Returns their outcomes. `before` holds a function per rank."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     where |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     ranks = [
         Command(folder, arguments, (before or {}).get(rank), RANK=str(rank), LOCAL_RANK=str(rank), **where, **how)

@@ -2,11 +2,10 @@
 
 import json
 import re
-import socket
 from datetime import timedelta
 
 import pytest
-from forked import Command
+from forked import Command, free_port
 
 from common.errors import UserError
 from runtime import machine, processes
@@ -69,12 +68,6 @@ def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
         monkeypatch.setattr(processes.dist, name, lambda value=value: value)
     with pytest.raises(UserError, match="its 2 processes; .* set ACCELERATE_USE_CPU=true"):
         processes.connect(1)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.mark.parametrize(

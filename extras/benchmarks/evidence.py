@@ -293,9 +293,8 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
             kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level") if key in line}
             lines.append(run_fields | kept | weights.get(line["step"], {}))
         for line in read_lines(run / "evaluations" / "results.jsonl"):
-            kept = {key: line["shown"][key] for key in ("step", "cfg_scale") if key in line["shown"]} | {
-                "metrics": line["metrics"]
-            }
+            kept = {key: line["shown"][key] for key in ("step", "cfg_scale") if key in line["shown"]}
+            kept["metrics"] = line["metrics"]
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights.get(kept["step"], {}))
         lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})

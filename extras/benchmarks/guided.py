@@ -132,13 +132,17 @@ def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[flo
     return {name: min(scales.items(), key=lambda item: item[1]) for name, scales in means.items()}
 
 
+def num_samples_from(first_seed: int) -> int:
+    """Return the number of samples of the points with this first sampling seed."""
+    return dict((CHOOSING, COMPARING))[first_seed]
+
+
 def values_at(
     lines: list[dict], arm: str, time: str, guidance: str, scale: float, first_seed: int, metric: str = DISTANCE
 ) -> dict[int, float]:
     """Return a metric of samples by training seed."""
-    num_samples = dict((CHOOSING, COMPARING))[first_seed]  # other evaluations of these runs do not count
     wanted = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
-    wanted["num_samples"] = num_samples
+    wanted["num_samples"] = num_samples_from(first_seed)  # other evaluations of these runs do not count
     return find_values(lines, metric, **wanted)
 
 
@@ -167,11 +171,10 @@ def command(
         folders_of.setdefault((guidance, first_seed, tuple(scales)), []).append(str(folders[time]))
     for (guidance, first_seed, scales), found in folders_of.items():
         key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
-        (num_samples,) = [number for first, number in (CHOOSING, COMPARING) if first == first_seed]
         evaluations.append([
             f"checkpoint={json.dumps(found)}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
-            f"num_samples={num_samples}", f"first_seed={first_seed}", f"num_steps={NUM_LEVELS}", "batch_size=100",
-            "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1", *fid_overrides,
+            f"num_samples={num_samples_from(first_seed)}", f"first_seed={first_seed}", f"num_steps={NUM_LEVELS}",
+            "batch_size=100", "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1", *fid_overrides,
         ])  # fmt: skip
     return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
 

@@ -197,14 +197,12 @@ def add_results(file: Path, lines: Sequence[dict], runs: Sequence[Run], hashes: 
     result names, or else the run folder that contains the file, unless this run has another checkpoint at the step. The file's
     folder counts only for the run with this name, or if all results in the file name the same run.
     """
-    named = {id(line): Path(line["point"]["checkpoint"]).resolve().parent.parent for line in lines}
-    orphans = set()
-    for line in lines:
-        point, step, named_run = line["point"], line["shown"]["step"], named[id(line)]
+    named_runs = [Path(line["point"]["checkpoint"]).resolve().parent.parent for line in lines]
+    orphans, own = set(), file.parent.parent
+    for line, named_run in zip(lines, named_runs):
+        point, step = line["point"], line["shown"]["step"]
         matches = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes.values()))]
-        places = [named_run]
-        if named_run.name == file.parent.parent.name or len({*named.values()}) == 1:
-            places.append(file.parent.parent)
+        places = [named_run, own] if named_run.name == own.name or len({*named_runs}) == 1 else [named_run]
         candidates = [run for place in places for run in runs if run.path == place]
         matches = matches or [run for run in candidates if step not in run.checkpoint_hashes][:1]
         name, reference = line.get("about", {}).get("reference"), point.get("reference")
