@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.files import hash_bytes, regular_file, write_atomically
 from common.progress import progress_bar
 from evaluations.images import ImageSet, read_ahead
-from evaluations.metrics import Statistics, statistics_of
+from evaluations.metrics import Statistics, radii2_of_reference, statistics_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Features:
     logits: Tensor | None = None  # [N, C] float32, unnormalised log-probabilities of the classes
     spatial: Tensor | None = None  # [N, S] float32
     statistics: dict[str, Statistics] = field(default_factory=dict)  # statistics by layer, which metrics use if available
+    _radii2: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `radii2_on`, by device
 
     def __len__(self) -> int:
         return len(self.pool)
@@ -43,6 +44,15 @@ class Features:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors `pool`, `logits` and `spatial` in a dictionary, without tensors that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
+
+    def radii2_on(self, device: torch.device | str) -> Tensor:
+        """Return `metrics.radii2_of_reference` of `pool` [N]. The first call computes it on the device.
+
+        Later calls return the same tensor, because many sample sets share one reference, whose search takes longest.
+        """
+        if str(device) not in self._radii2:
+            self._radii2[str(device)] = radii2_of_reference(self.pool.to(device))
+        return self._radii2[str(device)]
 
     def select(self, items: Tensor) -> Features:
         """Return the features of the images `items` [n], int64, in this order and without statistics."""

@@ -43,7 +43,8 @@ class FeaturePair:
         """Compute precision and recall with one neighbour search. Returns (None, None) if a set has too few images."""
         if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
-        return metrics.precision_recall(self.reference.pool.to(self.device), self.samples.pool.to(self.device))
+        reference, samples = self.reference.pool.to(self.device), self.samples.pool.to(self.device)
+        return metrics.precision_recall(reference, samples, reference_radii2=self.reference.radii2_on(self.device))
 
     def class_agreement(self) -> float | None:
         """Compute the class agreement. Returns None without labels, or with labels that the detector does not know."""

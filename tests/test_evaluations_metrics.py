@@ -9,7 +9,7 @@ import torch
 from evaluations import metrics
 from evaluations.features import Features
 from evaluations.metrics import Statistics, statistics_of
-from evaluations.suite import jackknife, metrics_for
+from evaluations.suite import evaluate, jackknife, metrics_for
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -103,6 +103,22 @@ def test_precision_and_recall_agree_with_brute_force_for_every_tile_size(tile_si
     expected = brute_force(reference.numpy(), samples.numpy())
     assert 0.2 < min(expected) < max(expected) - 0.1 < 0.88
     assert metrics.precision_recall(reference, samples, tile_size=tile_size) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_radii_of_a_reference_are_computed_once_and_change_nothing(monkeypatch):
+    computed = []
+    find = metrics.squared_radii
+    monkeypatch.setattr(metrics, "squared_radii", lambda x, tile_size: computed.append(len(x)) or find(x, tile_size))
+    pool = normal(10, 211, 5).float() + 1000
+    reference = Features("dinov2", pool=pool)
+    for seed in (11, 12):
+        samples = Features("dinov2", pool=normal(seed, 157, 5).float() * 0.7 + 1000.8)
+        found = evaluate(reference, samples)
+        expected = brute_force(pool.numpy(), samples.pool.numpy())
+        assert (found["precision_dinov2"], found["recall_dinov2"]) == pytest.approx(expected, abs=1e-12)
+    assert computed == [211, 157, 157]
+    # A selection of other points has other radii.
+    assert len(reference.select(torch.arange(20)).radii2_on("cpu")) == 20
 
 
 def test_a_point_on_the_border_of_a_ball_is_inside():

@@ -128,6 +128,30 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
         Recorder(prepared / "runs" / "guided", output).record(lines[0]["arm"], 10)
 
 
+def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(prepared, monkeypatch):
+    def line(seed, scale, distance):
+        point = {"arm": "dense", "seed": seed, "step": 10, "guidance": "cfg", "scale": scale, "first_seed": 0, "num_samples": 20}
+        return point | {"metrics": dict.fromkeys(NAMES, distance)}
+
+    monkeypatch.setattr(guided, "ARMS", {"dense": Arm("fashion/dit_xs4", 10, ("cfg",), seeds=[10, 11])})
+    monkeypatch.setattr(guided, "PRIMARY", ("dense",))
+    monkeypatch.setattr(guided, "TIMES", ("full",))
+    lines = [line(10, 1.5, 20.0), line(10, 2.0, 21.0), line(11, 1.5, 40.0), line(11, 2.0, 20.0)]
+    (prepared / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def compared(**settings):
+        given = {}
+        monkeypatch.setattr(guided, "run_all", lambda commands, jobs, recorder: given.update(commands))
+        with pytest.raises(UserError, match="1 runs are not complete"):
+            guided.guided(seeds=[10], output="results.jsonl", **settings)
+        assert [*given] == [("dense", 10)]
+        return given["dense", 10][2]
+
+    assert "guidance.cfg_scale=[1.5]" in compared() and "guidance.cfg_scale=[2.0]" in compared(elsewhere=[11])
+    with pytest.raises(UserError, match=r"seeds=\[99\] are not in the rule"):
+        guided.guided(seeds=[10], output="results.jsonl", elsewhere=[99])
+
+
 def test_a_failed_secondary_run_does_not_stop_the_primary_comparisons(prepared, monkeypatch):
     monkeypatch.setitem(guided.ARMS, "dense-46", Arm("fashion/dit_xs4", 20, ("cfg",), seeds=[10]))
     ran = []

@@ -79,7 +79,7 @@ Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 def guided(
     seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), fid_overrides: list[str] = (),
-    runs: Text = "runs/guided_time", output: Text = str(RESULTS), commit: Text | None = None,
+    runs: Text = "runs/guided_time", output: Text = str(RESULTS), elsewhere: Seeds = (), commit: Text | None = None,
 ) -> None:  # fmt: skip
     """Train and evaluate the arms of the rule with these training seeds, and append new results to `output`.
 
@@ -88,24 +88,25 @@ def guided(
         overrides: More train.py arguments, for settings that only change the speed, such as train.compile=none.
         fid_overrides: More fid.py arguments, for settings that only change the speed, such as batch_size=500 on a GPU.
         runs: Folder of the runs and their logs.
+        elsewhere: Seeds that run on another machine. Their results in `output` help to choose the scales.
         commit: Commit of the code to record on a machine without the git history.
 
     Raises:
         UserError: The rule has no such seed, or a run failed or was stopped. The same command resumes it.
     """
-    if unknown := [seed for seed in seeds if seed not in SEEDS]:
+    if unknown := [seed for seed in (*seeds, *elsewhere) if seed not in SEEDS]:
         raise UserError(f"seeds={unknown} are not in the rule, which has {SEEDS[0]} to {SEEDS[-1]}")
     recorder = Recorder(Path(runs), Path(output), commit)
     # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible. All runs of an arm
     # are sampled at all scales before their first comparison, because the mean over seeds chooses the scale.
     secondary = [arm for arm in ARMS if arm not in PRIMARY]
     for arms, plan_points in product((PRIMARY, secondary), (choosing_points, comparing_points)):
-        lines = recorder.lines(seeds)
+        lines = recorder.lines([*seeds, *elsewhere])
         tasks = [(arm, seed) for seed in seeds for arm in arms if seed in ARMS[arm].seeds]
         missing = {task: points for task in tasks if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
         commands = {task: command(*task, points, Path(runs), overrides, fid_overrides) for task, points in missing.items()}
         run_all(commands, jobs, recorder)
-        lines = recorder.lines(seeds)
+        lines = recorder.lines([*seeds, *elsewhere])
         if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
             logs = ", ".join(str(recorder.log_file(*task)) for task in failed)
             remedy = "the same command resumes them. If a loss diverged, leave its seed out of seeds="
