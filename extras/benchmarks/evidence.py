@@ -35,7 +35,7 @@ from extras.benchmarks.contrasts import (
     print_table,
 )
 from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import ema_hashes, show_guided
+from extras.benchmarks.guided import draw_guided, ema_hashes, show_guided
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
@@ -55,7 +55,7 @@ def evidence(
     learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), guided: str = str(GUIDED),
     pictures: str | None = None,
 ) -> None:  # fmt: skip
-    """Print the tables for all sets of runs. If `pictures` names a folder, also save plots over the guidance scales there."""
+    """Print the tables for all sets of runs. If `pictures` names a folder, also save plots there."""
     rated, fused, equal_steps, in_equal_time = (
         sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens, guided)
     )
@@ -66,6 +66,7 @@ def evidence(
         show_guided(in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
+        draw_guided(in_equal_time, Path(pictures))
 
 
 def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:

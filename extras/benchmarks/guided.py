@@ -15,10 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import exp, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Annotated
 
 import numpy as np
@@ -29,16 +30,18 @@ from checkpoints.load import load_run_config
 from checkpoints.provenance import device_name, git_commit
 from checkpoints.run import present_starts, read_metrics
 from common.errors import UserError
-from common.files import REPOSITORY, append_line, read_json, read_lines
+from common.files import REPOSITORY, append_line, read_json, read_lines, write_atomically
 from common.types import PositiveInt, Text
 from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
+from evaluations.results import plot
 from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
 
 RESULTS = Path(__file__).parent / "results" / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
 PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
 TIMES = ("half", "full")
+FULL_HOURS = 8600 * 0.6572 / 3600  # hours of one CPU thread for the dense arm, by the measurement of the rule
 CHOOSING, COMPARING = (0, 500), (2000, 2000)  # first sampling seed, and number of samples
 NUM_LEVELS = 12  # noise levels of the sampler
 WEIGHTS = (1.25, 1.5, 2.0, 3.0)
@@ -391,20 +394,35 @@ def show_guided(lines: list[dict]) -> None:
     print_table(["time of a step", "median over seeds", "lowest and highest"], rows)
 
 
+def compared_values(lines: list[dict], arm: str, time: str, guidance: str = "best", metric: str = DISTANCE) -> dict[int, float]:
+    """Return a metric of the comparison by training seed, at a guidance's chosen scale.
+
+    `best` is the guidance that is best on the choosing samples, and `none` is unguided.
+    """
+    scales = choose_scales(lines, arm, time)
+    if guidance == "best":
+        guidance = min(scales, key=lambda name: scales[name][1], default="none")
+    scale = 1.0 if guidance == "none" else scales.get(guidance, (1.0, 0.0))[0]
+    return values_at(lines, arm, time, guidance, scale, COMPARING[0], metric)
+
+
+def draw_guided(lines: list[dict], folder: Path) -> None:
+    """Plot the distance against time, unguided and at the best guidance, as means over the complete seeds."""
+    lines = complete_lines(lines)
+    points, found = [], []
+    for arm, (guidance, name), time in product(PRIMARY, {"none": "unguided", "best": "best guidance"}.items(), TIMES):
+        points.append({"": f"{arm}, {name}", "hours of one CPU thread": FULL_HOURS * PARTS[time] / PARTS["full"]})
+        found.append([*compared_values(lines, arm, time, guidance).values()])
+    picture = plot(points, [*map(fmean, found)], [*map(stdev, found)], "distance")
+    write_atomically(folder / "fashion_guided_time.png", picture)
+
+
 def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple]]:
     """Return the primary and secondary outcomes: (name, function that formats an estimate, contrast). All are paired by seed.
 
     Outcomes with fewer than two common seeds are omitted.
     """
-    chosen = {(arm, time): choose_scales(lines, arm, time) for arm, time in product(ARMS, TIMES)}
-
-    def find(arm: str, time: str, guidance: str = "best", metric: str = DISTANCE) -> dict[int, float]:
-        """Return the values at a guidance's chosen scale, or at the guidance that is best on the choosing samples."""
-        scales = chosen[arm, time]
-        if guidance == "best":
-            guidance = min(scales, key=lambda name: scales[name][1], default="none")
-        scale = 1.0 if guidance == "none" else scales.get(guidance, (1.0, 0.0))[0]
-        return values_at(lines, arm, time, guidance, scale, COMPARING[0], metric)
+    find = partial(compared_values, lines)
 
     def loss(arm: str) -> dict[int, float]:
         return find_values(lines, LOSS, arm=arm, step=ARMS[arm].step("full"))
