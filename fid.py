@@ -22,7 +22,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, name_key
-from common.files import REPOSITORY, lock_folder, refuse_link
+from common.files import REPOSITORY, refuse_link, remove_if_unused
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -58,7 +58,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     from checkpoints import store
     from checkpoints.load import load_config
     from common.images import are_same_colour
-    from evaluations.results import format_settings
+    from evaluations.results import CLAIMS, format_settings
     from evaluations.suite import metrics_for
     from runtime.processes import check_same, check_shared, on_main
     from sampling.evaluator import open_reference
@@ -108,8 +108,7 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
     points = evaluator.points()
-    with contextlib.ExitStack() as stack:
-        on_main(lambda: stack.enter_context(lock_folder(output, "evaluating into", "output")))
+    with remove_if_unused(output, CLAIMS):
         results, metric = evaluator.evaluate(points, num_samples), metrics_for(detectors[0])[0].name
 
         def write() -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -20,7 +21,8 @@ import yaml
 from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
-from common.errors import UserError, as_user_error, first_line
+from common.errors import InUse, UserError, as_user_error, first_line
+from common.progress import log_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +119,18 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
+def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO[bytes]:
     """Create a file, lock it until it is closed or this process exits, and remove leftovers from the file's folder.
 
-    On file systems without locks (some NFS and Lustre mounts), only log a warning. Raises UserError if the folder is not writable
-    or another process holds the lock. The message names the lock's owner, `activity` ("sampling into") and the `key` to change.
+    On file systems without locks (some NFS and Lustre mounts), only log a warning.
+
+    Args:
+        activity, key: The error for a locked file names its owner, this activity ("sampling into") and the key to change.
+        blocking: Wait until the file is unlocked.
+
+    Raises:
+        InUse: Another process holds the lock.
+        UserError: The folder is not writable.
     """
     folder = path.parent
     try:
@@ -130,15 +139,16 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
     except OSError as e:
         raise UserError(f"cannot write to {folder}: {describe_write_error(path, e)}") from e
     try:
-        is_locked = lock_descriptor(file.fileno(), blocking=False)
+        with log_if_slow(log, "waiting for another process that is %s %s", activity, folder):
+            is_locked = lock_descriptor(file.fileno(), blocking=blocking)
     except OSError as e:
-        log.warning("%s cannot be locked (%s): make sure that no other process writes to this folder", path, e.strerror)
+        _warn_without_locks(path, e.strerror)
         return file
     if not is_locked:
         with file:
             file.seek(1)
             holder = file.read().decode(errors="replace").strip()
-            raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
+            raise InUse(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
     with contextlib.suppress(OSError):  # if the disk is full, the lock works without this text
         file.truncate(0)
         file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading byte 0
@@ -147,22 +157,34 @@ def lock_file(path: Path, activity: str, key: str) -> IO[bytes]:
     return file
 
 
+@functools.cache  # once for each file
+def _warn_without_locks(path: Path, reason: str) -> None:
+    log.warning("%s cannot be locked (%s): make sure that no other process writes to this folder", path, reason)
+
+
 @contextlib.contextmanager
 def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") -> Iterator[None]:
     """Create a folder and lock it in the `with` block, as `lock_file` does.
 
     If the folder was new and the block writes nothing but the file named `settings`, the folder is removed again.
     """
+    with remove_if_unused(folder, ".lock", settings), lock_file(folder / ".lock", activity, key):
+        yield
+
+
+@contextlib.contextmanager
+def remove_if_unused(folder: Path, *names: str) -> Iterator[None]:
+    """Remove a folder after the `with` block if it was new, and holds nothing but files and empty folders with these names."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    with lock_file(folder / ".lock", activity, key):
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                if created and {*os.listdir(folder)} <= {".lock", settings}:
-                    shutil.rmtree(folder)
-                    for path in created[1:]:
-                        path.rmdir()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if created and {*os.listdir(folder)} <= {*names}:
+                for path in map(folder.joinpath, os.listdir(folder)):
+                    path.rmdir() if path.is_dir() else path.unlink()
+                for path in created:
+                    path.rmdir()
 
 
 def append_line(path: Path, record: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -10,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from common.errors import UserError
-from common.files import append_line, read_lines, refuse_link, write_atomically
+from common.errors import InUse, UserError
+from common.files import append_line, hash_bytes, lock_file, read_lines, refuse_link, write_atomically
 from common.types import FiniteFloat
 from configs.settings import validate
 from evaluations.metrics import standard_error
@@ -24,6 +25,8 @@ from evaluations.suite import format_metric
 # Settings that older results do not store, with the values that older versions used. Add a line for each new setting. Guidance
 # and sampler settings need no line, because results store only those that differ from their defaults.
 DEFAULTS = {"labels": "random", "first_seed": 0}
+
+CLAIMS = ".evaluating"  # folder with a locked file for each point that a process evaluates
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class ResultLine(BaseModel, strict=True):
 class Results:
     """Evaluated points in a folder's results.jsonl. Two points are equal if their keys and shared settings are equal.
 
-    Lines that are not results are skipped with a warning.
+    Several processes can evaluate into one folder, and share the points: each claims a point before it evaluates it. Lines that
+    are not results are skipped with a warning.
 
     Args:
         shared: Settings that all points share, such as the number of samples, the detector and the reference.
@@ -68,23 +72,69 @@ class Results:
         unowned = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
         if unowned and not self.file.exists():
             raise UserError(f"{folder / unowned[0]} was not written by fid.py; choose another output=")
-        self.lines = list(read_lines(self.file, partial(validate, kind=ResultLine)))
+        self.lines: list[dict] = []
+        self._size = 0  # of the file when it was read last
+        self._claims: dict[Path, IO[bytes]] = {}
+        self._read()
+
+    def _read(self) -> None:
+        """Read the lines again if the file has changed."""
+        if (size := self.file.stat().st_size if self.file.exists() else 0) != self._size:
+            self.lines, self._size = list(read_lines(self.file, partial(validate, kind=ResultLine))), size
+
+    def _key(self, point: Point) -> dict:
+        return without_defaults(json.loads(json.dumps(point.key | self.shared)))
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        key = without_defaults(json.loads(json.dumps(point.key | self.shared)))
+        key = self._key(point)
         return next((line for line in self.lines if without_defaults(without_paths(line["point"])) == key), None)
+
+    def claim(self, point: Point) -> Literal["ours", "in use", "done"]:
+        """Claim a point for this process until `add` or `release`.
+
+        Return `in use` if another process has claimed it, and `done` if it has a result by now.
+        """
+        file = self._claim_file(point)
+        try:
+            claim = lock_file(file, "evaluating into", "output")
+        except InUse:
+            return "in use"
+        self._claims[file] = claim
+        self._read()
+        if self.find(point):
+            self.release(point)
+            return "done"
+        return "ours"
+
+    def release(self, *points: Point) -> None:
+        """Release these points, or all that this process has claimed."""
+        for file in [self._claim_file(point) for point in points] or [*self._claims]:
+            if claim := self._claims.pop(file, None):
+                with contextlib.suppress(OSError), claim:
+                    file.unlink()  # while it is locked: a process that waits for it will look for the result
+
+    def _claim_file(self, point: Point) -> Path:
+        return refuse_link(self.folder / CLAIMS) / hash_bytes(json.dumps(self._key(point), sort_keys=True).encode())
+
+    def _lock(self) -> IO[bytes]:
+        """Wait until no other process writes into the folder, and lock it until the file is closed."""
+        return lock_file(self.folder / ".lock", "writing to", "output", blocking=True)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
         settings = point.settings | self.shared | {"content": point.hash}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
-        append_line(self.file, line)
-        self.lines.append(json.loads(json.dumps(line)))
+        with self._lock():
+            append_line(self.file, line)
+            self._read()
+        self.release(point)
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
         """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
+
+        The tables contain what other processes have evaluated by now.
 
         Args:
             plotted: Metric to plot. Among points with equal shared settings, the tables mark the lowest value with `*`, and
@@ -93,7 +143,11 @@ class Results:
         Returns:
             Text table for a terminal, with the metrics and the settings that differ between rows.
         """
+        with self._lock():
+            self._read()
+            return self._write(points, plotted)
 
+    def _write(self, points: Sequence[Point], plotted: str) -> str:
         rows, cells = zip(*(self._row(line, plotted) for line in self.lines)) if self.lines else ((), ())
         write_atomically(self.folder / "results.csv", csv_text(rows))
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}

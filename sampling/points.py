@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from sampling.sampler import draw_labels
 log = logging.getLogger(__name__)
 
 NUM_GROUPS = 10  # groups of samples for the jackknife
+WAIT_SEC = 1  # between two attempts to claim a point that another process evaluates
 
 
 @dataclass
@@ -101,6 +104,7 @@ class PointEvaluator:
         """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
+        in_use: list[int] = []  # points that other processes evaluate, for which we wait at the end
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
         if num_samples < 2 * NUM_GROUPS:
             log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
@@ -114,9 +118,20 @@ class PointEvaluator:
             results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
             log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
-        with ThreadPoolExecutor(1) as thread:  # a thread computes standard errors while we sample the next point
-            for number, (point, recipe) in enumerate((points[i] for i in missing), start=1):
+        with contextlib.ExitStack() as stack:
+            stack.callback(results.release)
+            thread = stack.enter_context(ThreadPoolExecutor(1))  # computes standard errors while we sample the next point
+            for number, i in enumerate(itertools.chain(missing, in_use), start=1):
                 on_main(lambda: raise_errors(future for future in finished if future.done()))
+                point, recipe = points[i]
+                # Processes that wait here exchange a message for each attempt, so that no timeout ends them.
+                while (state := on_main(partial(results.claim, point))) == "in use" and number > len(missing):
+                    time.sleep(WAIT_SEC)
+                if state == "in use":
+                    log.info("%s: another process is evaluating this point", format_settings(point.display))
+                    in_use.append(i)
+                if state != "ours":
+                    continue
                 try:
                     features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
                 except store.CheckpointRemoved as e:
@@ -124,6 +139,7 @@ class PointEvaluator:
                     if (len(self.folders) == 1 and not finished) or self.accelerator.num_processes > 1:
                         raise
                     log.warning("%s; it is left out", e)
+                    on_main(partial(results.release, point))
                     continue
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:

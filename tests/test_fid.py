@@ -21,6 +21,7 @@ from evaluations.results import Point, Results, differ
 from evaluations.suite import metrics_for
 from extras.report.runs import read_runs
 from latents import autoencoders
+from sampling import points
 from sampling.sampler import ImageSampler
 
 NAMES = [metric.name for metric in metrics_for("digits")]
@@ -174,6 +175,39 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
     (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
     with pytest.raises(UserError, match="results.md was not written by fid.py"):
         Results(tmp_path, shared)
+
+
+def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
+    shared = {"num_samples": 70, "reference": "reference"}
+    first, second, third = (
+        Point({"images": name}, f"of {name}", {"images": name, "number": len(name)}) for name in ("a", "bb", "c")
+    )
+    ours, theirs = Results(tmp_path, shared), Results(tmp_path, shared)
+    assert [ours.claim(first), theirs.claim(first), theirs.claim(second)] == ["ours", "in use", "ours"]
+    ours.add(first, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
+    assert theirs.claim(first) == "done"
+    theirs.add(second, {"fid": 2.0}, {"fid": [1.0, 2.0]}, {})
+    assert "1.00 ± 0.50" in (table := ours.write([first, second], "fid")) and "2.00 ± 0.50" in table
+    assert (tmp_path / "results.png").exists()
+    # A process that fails, or is killed, leaves its point to the others.
+    assert [ours.claim(third), theirs.claim(third)] == ["ours", "in use"]
+    ours.release()
+    assert theirs.claim(third) == "ours"
+    theirs.release()
+    assert not [*(tmp_path / ".evaluating").iterdir()]
+
+
+def test_fid_evaluates_the_points_that_are_free_first_and_then_waits_for_the_others(edm, fid, monkeypatch):
+    claim, claimed = Results.claim, []
+
+    def another_process_has_the_first_point_for_a_while(results, point):
+        claimed.append(point.display["step"])
+        return "in use" if claimed[-1] == 2 and claimed.count(2) < 4 else claim(results, point)
+
+    monkeypatch.setattr(Results, "claim", another_process_has_the_first_point_for_a_while)
+    monkeypatch.setattr(points, "WAIT_SEC", 0.01)
+    lines = fid("out", f"checkpoints={edm}")
+    assert claimed == [2, 4, 2, 2, 2] and [line["shown"]["step"] for line in lines] == [4, 2]
 
 
 def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplog):

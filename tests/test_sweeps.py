@@ -37,6 +37,19 @@ def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_not
     assert again.code == 0 and again.output.count("this run is complete at step 2") == 2, again.output
 
 
+def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
+    trained = run_sweep(tmp_path, ["train.py", *TINY, "name=run", "output_dir=runs", "train.num_steps=2"])  # as the jobs see it
+    assert trained.code == 0, trained.output
+    arguments = ["checkpoint=runs/run", "num_samples=20", "batch_size=20", "num_steps=2", "cpu_threads=1", "guidance=cfg"]
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
+    outcome = run_sweep(tmp_path, ["fid.py", "-m", *launcher, *arguments, "cfg_scale=1.5,[1.5,2.0],2.0"])
+    assert outcome.code == 0, outcome.output
+    folder = tmp_path / "runs" / "run" / "evaluations"
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert sorted(line["shown"]["cfg_scale"] for line in lines) == [1.5, 2.0]  # no point twice
+    assert (folder / "results.md").read_text().count("\n| run | 2 |") == 2 and not [*(folder / ".evaluating").iterdir()]
+
+
 def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=20"]
     arguments = [*TINY, "name=run", "output_dir=runs", "train.num_steps=80", "seed=3"]
