@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ log = logging.getLogger("prepare_latents")
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
-    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, REPAIR, encode_images, open_folder, refuse_faults
+    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, REPAIR_IN_SHARDS, encode_images, open_folder, refuse_faults
     from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
@@ -93,7 +94,7 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
     if unreadable:
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR))
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
     processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
     processes.leave()
@@ -179,8 +180,19 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
     if background and source.background and not are_same_colour(background, source.background):
         raise UserError(f"background={background}, but images={images} was made with background={source.background}")
     pixels = (image for batch in read_ahead(source.batches(64)) for image in batch)
-    write_npz(Path(output), pixels, source.shape, source.labels, source.background or background)
+    with ended_by_ctrl_c():
+        write_npz(Path(output), pixels, source.shape, source.labels, source.background or background, source.statistics)
     log.info("wrote %s", output)
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Say after Ctrl-C that nothing was written. Unlike the other commands, the `with` block cannot resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; nothing was written\n")
+        sys.exit(128 + SIGINT)
 
 
 def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_threads: PositiveInt | None = None) -> None:
@@ -194,11 +206,8 @@ def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_thr
     from sampling.image_sets import open_image_set
 
     device = start_accelerator(cpu_threads).device
-    try:
+    with ended_by_ctrl_c():
         accuracy = train_detector(open_image_set(reference), Path(output), device, num_epochs)
-    except KeyboardInterrupt:  # unlike the other commands, this one cannot resume
-        sys.stderr.write("stopped; nothing was written\n")
-        sys.exit(128 + SIGINT)
     log.info("wrote %s: %.2f%% accuracy on the held-out images", output, 100 * accuracy)
 
 

@@ -76,7 +76,7 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
     checkpoint = resolve_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)
     recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
-    names = on_main(lambda: find_class_names(run.data))
+    names = on_main(lambda: find_class_names(run.data, checkpoint))
     cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
@@ -99,12 +99,20 @@ def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
             write_grid_and_npz(output, cfg.npz, files, labels, names)
 
 
-def find_class_names(data: Data) -> list[str] | None:
-    """Return the class names that the run's latents store, or None if the latents are not on this machine or have no names."""
-    from latents.shards import read_class_names
+def find_class_names(data: Data, checkpoint: Path) -> list[str] | None:
+    """Return the class names that the run's latents store, or None if they have no names.
 
-    with contextlib.suppress(UserError):  # names only serve for display, so a damaged manifest does not stop sampling
-        return read_class_names(data.path)
+    Also return None if the latents are not on this machine, or if data.path holds other latents by now.
+    """
+    from checkpoints.store import read_data_hash
+    from latents.shards import fingerprint_of, read_manifest_at
+
+    with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
+        manifest, trained_on = read_manifest_at(data.path), read_data_hash(checkpoint)
+        if manifest and trained_on not in (None, fingerprint_of(manifest["shards"])):
+            log.warning("data.path=%s holds other latents than this run's, so its class names are not used", data.path)
+            return None
+        return manifest.get("class_names")
 
 
 def class_numbers(classes: list[int | str] | None, names: list[str] | None, path: str | None) -> list[int] | None:

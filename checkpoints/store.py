@@ -205,6 +205,11 @@ def read_step(folder: Path) -> int:
     return _read_state(folder)["step"]
 
 
+def read_data_hash(folder: Path) -> str | None:
+    """Return the fingerprint of the latents that a checkpoint was trained on, or None if it is unknown."""
+    return _read_state(folder).get("data")
+
+
 def imported_from(folder: Path) -> str | None:
     """Return the source of imported weights, which have no optimizer, or None for a checkpoint from a training run."""
     return _read_state(folder).get("imported_from")

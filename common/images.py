@@ -33,7 +33,7 @@ class Listing(NamedTuple):
 def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
     """List the files below `folder`. The search follows links to folders and skips hidden names.
 
-    Faults are links to a folder that contains the link, folders that cannot be read, and images that are broken links, pipes or
+    Faults are broken links, links to a folder that contains the link, folders that cannot be read, and images that are pipes or
     devices. The function adds {relative path: message} to `faults`. If `faults` is None, it raises UserError instead.
     """
     images, unread, others, problems = [], [], Counter(), {}
@@ -58,6 +58,8 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
                 images.append(name)
                 if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
                     problems[name] = f"{name} cannot be read: {NOT_A_FILE}"
+            elif is_broken_link(folder / name):  # it may stand for a folder
+                problems[name] = f"{name} is a broken link"
             elif suffix in unread_suffixes:
                 unread.append(name)
             else:
@@ -67,6 +69,10 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
     elif problems:
         raise UserError(f"{folder}: {list_faults([problems[name] for name in sorted(problems)], 'repair or remove {}')}")
     return Listing(sorted(images), sorted(unread), others)
+
+
+def is_broken_link(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def is_hidden(name: str) -> bool:

@@ -12,7 +12,7 @@ import logging
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import ImageColor
 
-from common.errors import UserError, as_user_error
+from common.errors import UserError, as_user_error, list_faults
 from common.files import hash_bytes, open_atomically, regular_file
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
@@ -67,6 +67,9 @@ class ImageSet(Protocol):
     def fingerprint(self) -> str:
         """Return a hash that identifies the images on this machine, for caches and results."""
         ...
+
+
+NUM_LISTED = 10_000  # number of images from an unreadable one on that are read to list the unreadable ones together
 
 
 class ImageFolder:
@@ -115,9 +118,26 @@ class ImageFolder:
         self._with_more_frames.clear()
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
-                yield np.stack(list(pool.map(self._read, files[i : i + batch_size])))
+                try:
+                    batch = np.stack(list(pool.map(self._read, files[i : i + batch_size])))
+                except UserError:
+                    self._list_unreadable(files[i : i + NUM_LISTED], pool)
+                    raise  # the image can be read by now
+                yield batch
         if files := self._with_more_frames:
             log.warning("%s: only the first page or frame of %d images is read, such as %s", self.path, len(files), min(files))
+
+    def _list_unreadable(self, files: Sequence[Path], pool: ThreadPoolExecutor) -> None:
+        """Raise one UserError for all of these files that cannot be used."""
+
+        def problem(file: Path) -> str | None:
+            try:
+                self._read(file)
+            except UserError as e:
+                return str(e)
+
+        if problems := [text for text in pool.map(problem, files) if text is not None]:
+            raise UserError(list_faults(problems, "mend or remove {}"))
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
@@ -226,12 +246,18 @@ def write_npz(
     shape: tuple[int, ...],
     labels: np.ndarray | None = None,
     background: str | None = None,
+    statistics: Mapping[str, Mapping[str, Statistics]] | None = None,
 ) -> None:
     """Write uint8 images [H, W, 3] to an .npz file one at a time, so the images do not have to fit into memory.
 
     `shape` is (N, H, W, 3), and `labels` has N integers. `background` is the colour behind transparent images, or None if it is
-    unknown. An invalid image or a write error raises UserError and leaves no file.
+    unknown. `statistics` are those of `ImageSet`. An invalid image or a write error raises UserError and leaves no file.
     """
+    arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
+    arrays |= {} if background is None else {"background": np.asarray(background)}
+    for detector, layers in (statistics or {}).items():
+        for layer, stored in layers.items():
+            arrays |= zip(STATISTICS_KEYS[detector, layer][:2], (stored.mu.numpy(), stored.sigma.numpy()))
     with open_atomically(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as f:
             np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": shape})
@@ -239,12 +265,9 @@ def write_npz(
                 if image.dtype != np.uint8 or image.shape != shape[1:]:
                     raise UserError(f"{path}: an image is {image.dtype} {image.shape}, not uint8 {shape[1:]}")
                 f.write(np.ascontiguousarray(image).data)
-        if labels is not None:
-            with archive.open("labels.npy", "w") as f:
-                np.lib.format.write_array(f, np.asarray(labels, dtype=np.int64))
-        if background is not None:
-            with archive.open("background.npy", "w") as f:
-                np.lib.format.write_array(f, np.asarray(background))
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w") as f:
+                np.lib.format.write_array(f, array)
 
 
 def read_ahead(batches: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

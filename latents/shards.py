@@ -9,9 +9,10 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +31,8 @@ from common.files import hash_bytes, hash_file, read_json, regular_file, write_a
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardWriter` removes after all shards are written
@@ -209,9 +212,9 @@ def read_manifest_at(path: str | None) -> dict:
     return (read_manifest(Path(path)) if path and Path(path).is_dir() else None) or {}
 
 
-def read_class_names(path: str | None) -> list[str] | None:
-    """Return the class names of the latents at `path`, or None if they are missing. Read only the manifest."""
-    return read_manifest_at(path).get("class_names")
+def fingerprint_of(hashes: Mapping[str, str]) -> str:
+    """Return a hash that identifies a data set with these hashes of its shards, in the order of the files."""
+    return hash_bytes("".join(hashes.values()).encode())
 
 
 class LatentDataset:
@@ -268,6 +271,8 @@ class LatentDataset:
         self.settings: dict = manifest["settings"] if manifest else {}
         if check_folder and manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
+        if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
+            log.warning("%s has no %s: if it is a copy, copy it completely, or shards may be missing", self.path, MANIFEST)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -329,7 +334,7 @@ class LatentDataset:
     @property
     def fingerprint(self) -> str:
         """Return a hash that identifies the data set."""
-        return hash_bytes("".join(self.hashes.values()).encode())
+        return fingerprint_of(self.hashes)
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError, as_user_error
 from common.files import regular_file
+from common.images import is_hidden
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -46,17 +48,36 @@ def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
 
 
 def list_tars(path: Path) -> list[Path]:
-    """Return a tar, or all tars below a folder, sorted by path."""
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    return [f for f in files if TAR_NAME.search(f.name) and not f.name.startswith(".")]
+    """Return a tar, or all tars below a folder, sorted by path. Follow links to folders, and skip hidden names.
+
+    Raises UserError if a folder cannot be read, or contains a link to a folder above.
+    """
+    if path.is_file():
+        return [path]
+    tars: list[Path] = []
+    with as_user_error(path):
+        for folder, subfolders, names in os.walk(path, onerror=_raise, followlinks=True):
+            if os.path.realpath(folder) in map(os.path.realpath, Path(folder).absolute().parents):
+                raise UserError(f"{folder} is a link to a folder that contains it; remove it")
+            subfolders[:] = [name for name in subfolders if not is_hidden(name)]
+            tars += [Path(folder, name) for name in names if TAR_NAME.search(name) and not is_hidden(name)]
+    return sorted(tars)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def split_names(name: str) -> frozenset[str]:
+    """Return the parts of a data set that the words in a name stand for."""
+    return frozenset(SPLITS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLITS)
 
 
 def check_parts(path: Path, remedy: str) -> None:
     """Raise UserError if the names of the tars below `path` contain different parts of a data set, such as train and val."""
     first: dict[frozenset[str], str] = {}  # the first tar for each set of parts that a name contains
     for name in (tar.relative_to(path).as_posix() for tar in list_tars(path) if tar != path):
-        parts = frozenset(SPLITS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLITS)
-        first.setdefault(parts, name)
+        first.setdefault(split_names(name), name)
     first.pop(frozenset(), None)
     if len(first) > 1:
         examples = ", ".join(first.values())

@@ -208,6 +208,13 @@ def test_the_background_travels_with_a_reference(tmp_path, caplog):
     assert open_images(reference(images, "white.npz")).background == "white" and not caplog.messages
 
     write_npz(old := tmp_path / "old.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3))  # as earlier versions wrote it
+    gaussian = {"mu": np.ones(2048), "sigma": np.eye(2048), "mu_s": np.ones(2023), "sigma_s": np.eye(2023)}
+    np.savez(tmp_path / "adm.npz", arr_0=make_images(2, 8, 8), **gaussian)  # statistics of more images than the file holds
+    copied = open_images(reference(tmp_path / "adm.npz", "adm_white.npz", "background=white"))
+    assert copied.background == "white" and copied.statistics.keys() == {"inception"}
+    for name, layer in zip(("mu", "mu_s"), ("pool", "spatial")):
+        assert np.array_equal(copied.statistics["inception"][layer].mu.numpy(), gaussian[name])
+        assert np.array_equal(copied.statistics["inception"][layer].sigma.numpy(), gaussian[name.replace("mu", "sigma")])
     open_with(str(old), "white")
     assert "old.npz does not say which colour is behind its transparent images; evaluation.background=white" in caplog.text
     assert open_images(reference(old, "stamped.npz", "background=blue")).background == "blue"
@@ -255,6 +262,12 @@ def test_a_broken_image_and_an_image_of_another_size_are_named(tmp_path):
         (tmp_path / "c.png").write_bytes(content)
         with pytest.raises(UserError, match=r"c\.png cannot be read"):
             read(ImageFolder(tmp_path), 2)
+    (tmp_path / "d.png").write_bytes(b"not a PNG")
+    with pytest.raises(
+        UserError, match=r"2 faults; mend or remove them:\n- .*c\.png cannot be read.*\n- .*d\.png cannot be read"
+    ):
+        read(ImageFolder(tmp_path), 2)
+    (tmp_path / "d.png").unlink()
     Image.fromarray(make_images(1, 5, 7)[0]).save(tmp_path / "c.png")
     with pytest.raises(UserError, match=r"c\.png cannot be read: 7x5 pixels, but the first image has 64x64"):
         read(ImageFolder(tmp_path), 2)

@@ -185,7 +185,7 @@ def test_a_repaired_or_removed_image_changes_only_its_shard(images, vae, encoded
     file = folder / "cow" / "38.jpg"  # in the last of five shards
     good = file.read_bytes()
     file.write_bytes(good[:100])
-    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; repair or remove it, or set on_error=skip"):
+    with pytest.raises(UserError, match=r"cow/38.jpg cannot be read: .*; repair it, or set on_error=skip .if you remove images"):
         encode(folder, tmp_path / "out", vae)
     with pytest.raises(UserError, match="is not finished: run the same prepare_latents.py command again to complete it"):
         LatentDataset(tmp_path / "out")
@@ -265,25 +265,31 @@ def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, 
     (folder / "bee" / "loop").symlink_to(folder)
     (folder / "cow" / "broken.png").symlink_to("nowhere.png")
     (folder / "dog").mkdir()
+    (folder / "aardvark").symlink_to("disk_that_is_not_mounted")
+    (folder / "bee" / "more").symlink_to("disk_that_is_not_mounted")
     (folder / "ant" / "text.png").write_text("not an image")
     faults = [
+        "aardvark is a broken link, and without it later classes get other labels",
         "bee/loop is a link to a folder that contains it",
+        "bee/more is a broken link",
         "cow/broken.png cannot be read: it is not a regular file, or the link is broken",
         "dog/ holds no images, and without it later classes get other labels",
         "ant/text.png cannot be read: UnidentifiedImageError: ",
     ]
-    with pytest.raises(UserError, match="images=.*: 4 faults; repair or remove them, or set on_error=skip:") as refused:
+    with pytest.raises(UserError, match="images=.*: 6 faults; repair or remove them, or set on_error=skip:") as refused:
         encode(folder, tmp_path / "out")
     assert all(line.startswith(f"- {fault}") for line, fault in zip(str(refused.value).splitlines()[1:], faults, strict=True))
     assert not (tmp_path / "out").exists()
     dataset = LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))
     assert len(dataset) == 40 and dataset.class_names == ["ant", "bee", "cow"]
     left_out = json.loads((tmp_path / "out" / "manifest.json").read_text())["left_out"]
-    assert sorted(entry["name"] for entry in left_out) == ["ant/text.png", "bee/loop", "cow/broken.png", "dog"]
+    assert sorted(entry["name"] for entry in left_out) == [
+        "aardvark", "ant/text.png", "bee/loop", "bee/more", "cow/broken.png", "dog",
+    ]  # fmt: skip
     caplog.clear()
     caplog.set_level("INFO")
     inspect(tmp_path / "out", "grid=none", f"images={folder}")
-    assert "4 (ant 1, cow 1, bee 1) items could not be read" in caplog.text
+    assert "6 (bee 2, ant 1, cow 1) items could not be read" in caplog.text
     assert "40 of 40 decoded latents match their image" in caplog.text
 
 
@@ -292,7 +298,7 @@ def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(i
     names = open_labelled_images(folder).names
     for name in (names[1], names[2], names[30]):  # in the shards 0 and 3 of five
         (folder / name).write_text("not an image")
-    with pytest.raises(UserError, match="^3 faults; repair or remove them, or set on_error=skip:\n- ") as refused:
+    with pytest.raises(UserError, match="^3 faults; repair them, or set on_error=skip .*:\n- ") as refused:
         encode(folder, tmp_path / "out")
     lines = str(refused.value).splitlines()[1:]
     del refused  # its traceback holds the lock of the folder
@@ -379,6 +385,16 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
     settings = ["resolution=8", "dtype=float32", "grey=true"]
     with pytest.raises(UserError, match="values from 1000 to 3000; value_range=.low,high. of prepare_latents.py maps low to"):
         encode(tmp_path / "images", tmp_path / "out", "identity", *settings)
+    # With shards of one image each, the command with value_range= keeps the shards of images with 8 bits.
+    Image.fromarray(np.full((8, 8, 3), 7, np.uint8)).save(tmp_path / "images" / "a" / "usual.png")
+    with pytest.raises(UserError, match="2 faults; repair them"):
+        encode(tmp_path / "images", tmp_path / "kept", "identity", *settings, "shard_size=1")
+    (made,) = (tmp_path / "kept").glob("*.safetensors")
+    at = made.stat().st_mtime_ns
+    kept = encode(tmp_path / "images", tmp_path / "kept", "identity", *settings, "shard_size=1", "value_range=[1500,2500]")
+    assert len(LatentDataset(kept)) == 3 and made.stat().st_mtime_ns == at
+    encode(tmp_path / "images", tmp_path / "kept", "identity", *settings, "shard_size=1", "value_range=[1500,2500]")
+    (tmp_path / "images" / "a" / "usual.png").unlink()
     for wrong in ("[2500,1500]", "[1]"):
         with pytest.raises(UserError, match="value_range"):
             encode(tmp_path / "images", tmp_path / "out", "identity", f"value_range={wrong}")
@@ -497,6 +513,14 @@ def test_images_are_read_from_tars(tmp_path, vae):
     found.keep([4])
     assert np.array_equal(np.asarray(read_rgb(found.open(0))[0]), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
+    # As in folders of images, links are followed and hidden folders are not, such as that of a download from the hub.
+    (tmp_path / "linked" / ".cache").mkdir(parents=True)
+    (tmp_path / "linked" / ".cache" / "0.tar.lock").touch()
+    (tmp_path / "linked" / "more").symlink_to(folder)
+    assert len(open_labelled_images(tmp_path / "linked")) == 6
+    (tmp_path / "linked" / "loop").symlink_to(tmp_path / "linked")
+    with pytest.raises(UserError, match="linked/loop is a link to a folder that contains it"):
+        open_labelled_images(tmp_path / "linked")
     one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
     assert not one_class.labels.any() and one_class.info.num_classes == 1
     write_tar(folder / "2.tar", [("0.png", expected.tobytes()), ("0.cls", b"-1")])
@@ -553,6 +577,7 @@ def test_images_without_class_folders_and_class_folders_without_images_are_refus
     ("names", "message"),
     [
         (["train/cat/a", "train/dog/a", "val/cat/a", "val/dog/a"], "parts of a data set; give images=.*/train, or set labels="),
+        (["ILSVRC_img_train/n01/a", "ILSVRC_img_val/a"], "parts of a data set; give images=.*/ILSVRC_img_train, or set labels="),
         (["Train/00/a", "Test/00/a"], "parts of a data set; give images=.*/Train, or set labels=first_level to make Test, Train"),
         (["animals/cat/a", "animals/dog/a", "plants/rose/a"], "look like classes .animals/cat, plants/rose, .*images=.*/animals"),
     ],
@@ -583,6 +608,18 @@ def test_folders_below_the_class_folders_and_the_order_of_numbered_classes_are_l
     (tmp_path / "a.zip").touch()
     with pytest.raises(UserError, match="a.zip is a .zip; unpack it"):
         open_labelled_images(tmp_path / "a.zip")
+
+
+def test_a_manifest_of_another_program_is_not_replaced_and_a_missing_one_is_said(images, tmp_path, caplog):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text('{"theirs": 1}')
+    with pytest.raises(UserError, match="data/manifest.json is not a manifest of latent shards"):
+        encode(images, tmp_path / "data")
+    assert (tmp_path / "data" / "manifest.json").read_text() == '{"theirs": 1}'
+    (encode(images, tmp_path / "out") / "manifest.json").unlink()
+    caplog.clear()
+    LatentDataset(tmp_path / "out")
+    assert "out has no manifest.json: if it is a copy, copy it completely, or shards may be missing" in caplog.text
 
 
 def test_encode_refuses_arguments_that_do_not_fit(images, vae, tmp_path):
@@ -673,6 +710,17 @@ def test_inspection_finds_problems(tmp_path):
         r"a standard deviation of (9|10)\.\d+ over all channels, (19|20)\.\d+ times sigma_data=0.5, cannot be right: .*\(0.5\)",
         found,
     )
+
+
+def test_the_validation_part_may_lack_small_classes(tmp_path, caplog):
+    for name, number in (("a", 45), ("b", 3), ("c", 20)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(number):
+            random_image(np.random.default_rng(i), width=8, height=8).save(tmp_path / "images" / name / f"{i:02}.png")
+    encode(tmp_path / "images", tmp_path / "out", "identity", "resolution=8", "part=validation")
+    caplog.set_level("INFO")
+    inspect(tmp_path / "out", "grid=none")
+    assert "1 of 3 classes have no item: 1 (b) 0" in caplog.text
 
 
 def test_inspection_distinguishes_mirrored_latents_from_copies_and_finds_a_duplicate_shard(tmp_path):

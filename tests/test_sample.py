@@ -209,6 +209,22 @@ def test_class_names_are_in_file_names_and_grids_and_choose_classes(named, sampl
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("seed_*")} == before
 
 
+def test_names_of_other_latents_at_the_same_path_are_not_those_of_the_classes(named, sample, tmp_path, monkeypatch, caplog):
+    images = shutil.copytree(named.parent / "images", tmp_path / "images")
+    shutil.copytree(images / "red", images / "a new first class")
+    latents = named.parent / "latents"
+    latents.rename(tmp_path / "kept")
+    encode(images, latents, "identity", "resolution=8")
+    try:
+        with pytest.raises(UserError, match="classes: color is a name, but"):
+            sample("out", "seeds=0-3", "classes=[color]", checkpoint=named)
+        assert "latents holds other latents than this run's, so its class names are not used" in caplog.text
+        assert "seed_000000_class_001.png" in sample("out", "seeds=0-3", "classes=[1]", checkpoint=named)
+    finally:
+        shutil.rmtree(latents)
+        (tmp_path / "kept").rename(latents)
+
+
 def test_classes_by_name_need_latents_with_names(sample):
     with pytest.raises(UserError, match="classes: color is a name, but the latents at data.path=.* have no class names"):
         sample("out", "seeds=0-3", "classes=color")

@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
-from latents.autoencoders import SD_VAE, SD_VAES, known_scale_and_downsampling
+from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scale_and_downsampling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
@@ -94,5 +94,9 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")
+    try:
+        find_weights(autoencoder if (autoencoder or "").startswith("va-vae:") else "none")
+    except UserError as e:
+        log.warning("%s; the shards will name it, and sampling needs it", e)
     mean, std = ([value / scale for value in values] for values in statistics) if statistics else (None, None)
     return ShardInfo(**header, latents_mean=mean, latents_std=std), scale

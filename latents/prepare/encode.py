@@ -70,6 +70,8 @@ class EncodeConfig:
 MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
 MAY_CHANGE_ON_RESUME |= {"scale_factor", "value_range"}
 REPAIR = "repair or remove {}, or set on_error=skip"
+# After shards are made, a removed image would move all later ones to other places in the shards.
+REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
 NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
 
 

@@ -19,9 +19,9 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
-from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_hidden, list_images, read_rgb
+from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_broken_link, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, evenly_spaced_items
-from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars
+from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars, split_names
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +217,7 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
     return LabelledImages(path, [listed[i] for i in order], labels[order])
 
 
+MAX_PARTS = 6  # a data set with more first-level folders has classes there, such as "bullet train" and "test tube"
 _BUCKET = re.compile(r"\d+|[0-9a-f]{1,2}")  # names of subfolders that only keep folders small, such as 00017 or a3
 
 
@@ -225,7 +226,8 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
     loose = [name for name in names if "/" not in name]
     class_of = [name.partition("/")[0] for name in names]
     classes = sorted(set(class_of))
-    empty = sorted({f.name for f in path.iterdir() if f.is_dir() and not is_hidden(f.name)} - set(classes))
+    found = [f for f in path.iterdir() if not is_hidden(f.name)]
+    empty = sorted({f.name for f in found if f.is_dir() or (is_broken_link(f) and f.name not in names)} - set(classes))
     if loose or len(classes) == 1:
         example = loose[0] if loose else f"images in {classes[0]}/ alone" + (f", and none in {empty[0]}/" if empty else "")
         inner = f"give images={path / classes[0]}, or " if len(_subfolders(names)) > 1 and not loose else ""
@@ -234,7 +236,8 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
     if labels != "first_level":
         _check_levels(path, names, classes)
     for name in empty:
-        faults[name] = f"{name}/ holds no images, and without it later classes get other labels"
+        problem = faults.get(name, f"{name}/ holds no images")
+        faults[name] = f"{problem}, and without it later classes get other labels"
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
 
 
@@ -243,9 +246,10 @@ def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
     parts = [name.split("/") for name in names]
     deeper = [part for part in parts if len(part) > 2]
     is_nested = len(deeper) == len(parts) and len(_subfolders(names)) > 1
-    first = next((name for name in classes if name.lower().startswith("train")), classes[0])
+    first = next((name for name in classes if "train" in split_names(name)), classes[0])
     otherwise = f"or set labels=first_level to make {classes[0]}, {classes[1]}, ... the classes"
-    if SPLITS.keys() >= {name.lower() for name in classes}:
+    found = {part for name in classes for part in split_names(name)}
+    if SPLITS.keys() >= {name.lower() for name in classes} or (len(found) > 1 and len(classes) <= MAX_PARTS):
         give = f"images={path / first}" + ("" if deeper else " labels=none")
         raise UserError(f"images={path} holds {', '.join(classes)}, which are parts of a data set; give {give}, {otherwise}")
     if is_nested:

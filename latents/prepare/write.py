@@ -25,7 +25,17 @@ from common.errors import UserError
 from common.files import lock_file, write_atomically
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.shards import MANIFEST, UNFINISHED, LatentDataset, ShardInfo, is_intact, read_header, serialize_shard, shard_files
+from latents.shards import (
+    MANIFEST,
+    UNFINISHED,
+    LatentDataset,
+    ShardInfo,
+    is_intact,
+    read_header,
+    read_manifest,
+    serialize_shard,
+    shard_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +96,9 @@ class ShardWriter:
             sources.add((file, provenance["source"]))
             for key in sorted(self.settings | provenance["settings"]):
                 before, now = provenance["settings"].get(key), self.settings.get(key)
-                changed += [f"{key}: {before!r} -> {now!r}"] if before != now else []
+                # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
+                is_unused = key == "value_range" and before is None and not provenance["left_out"]
+                changed += [f"{key}: {before!r} -> {now!r}"] if before != now and not is_unused else []
         if sources and sources.isdisjoint(self._planned):
             changed.append("made of other items")
         if changed:
@@ -100,6 +112,8 @@ class ShardWriter:
         `find_readable` gets the names of the items that each shard has left out, and returns those that can be read now. The
         writer makes such shards again.
         """
+        if not shard_files(self.output):
+            read_manifest(self.output)  # raises UserError for another program's file of this name, which would be replaced
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
         shards = {shard.file: shard for shard in self.shards}
         reasons, left_out = {}, {}
