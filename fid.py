@@ -22,7 +22,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, name_key
-from common.files import REPOSITORY, refuse_link, remove_if_unused
+from common.files import REPOSITORY, missing_folders, refuse_link, remove_empty
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -108,7 +108,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
     points = evaluator.points()
-    with remove_if_unused(output, CLAIMS):
+    created = on_main(lambda: missing_folders(output))
+    try:
         results, metric = evaluator.evaluate(points, num_samples), metrics_for(detectors[0])[0].name
 
         def write() -> float | None:
@@ -117,6 +118,9 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
             return min((metrics[metric] for metrics in evaluated if metric in metrics), default=None)
 
         return on_main(write)
+    finally:  # if no point was evaluated
+        if created and accelerator.is_main_process:
+            remove_empty(output / CLAIMS, *created)
 
 
 def keys_of_sampling(cfg: FidConfig) -> list[str]:

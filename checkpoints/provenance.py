@@ -18,11 +18,12 @@ from common.files import REPOSITORY
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 
 
-def describe_start(accelerator: Accelerator, step: int) -> dict[str, object]:
-    """Return the record that starts.jsonl stores for a start at `step`."""
+def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[str, object]:
+    """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not."""
     commit, modified = git_commit()
     return {
         "step": step,
+        "resumed": resumed,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "commit": commit,

@@ -73,10 +73,13 @@ def read_metrics(file: Path) -> dict[str, list[dict]]:
 
 
 def present_starts(starts: list[dict]) -> list[dict]:
-    """Return the lines of starts.jsonl from the last start at the first step on, which began the present run.
+    """Return the lines of starts.jsonl from the last start on that resumed no checkpoint, which began the present run.
 
-    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed.
+    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed. Lines of earlier
+    versions do not say whether they resumed a checkpoint. There, the last start at the first step began the present run.
     """
+    if new := [i for i, start in enumerate(starts) if start.get("resumed") is False]:
+        return starts[new[-1] :]
     steps = [start.get("step", 0) for start in starts]
     first = min(steps, default=0)
     return starts[max((i for i, step in enumerate(steps) if step == first), default=0) :]

@@ -142,7 +142,7 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
         with log_if_slow(log, "waiting for another process that is %s %s", activity, folder):
             is_locked = lock_descriptor(file.fileno(), blocking=blocking)
     except OSError as e:
-        _warn_without_locks(path, e.strerror)
+        _warn_without_locks(folder, e.strerror)
         return file
     if not is_locked:
         with file:
@@ -157,9 +157,9 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
     return file
 
 
-@functools.cache  # once for each file
-def _warn_without_locks(path: Path, reason: str) -> None:
-    log.warning("%s cannot be locked (%s): make sure that no other process writes to this folder", path, reason)
+@functools.cache  # once for each folder
+def _warn_without_locks(folder: Path, reason: str) -> None:
+    log.warning("files in %s cannot be locked (%s): make sure that no other process writes there", folder, reason)
 
 
 @contextlib.contextmanager
@@ -168,23 +168,27 @@ def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") 
 
     If the folder was new and the block writes nothing but the file named `settings`, the folder is removed again.
     """
-    with remove_if_unused(folder, ".lock", settings), lock_file(folder / ".lock", activity, key):
-        yield
+    created = missing_folders(folder)
+    with lock_file(folder / ".lock", activity, key):
+        try:
+            yield
+        finally:  # under the lock, as nobody else uses the folder
+            with contextlib.suppress(OSError):
+                if created and {*os.listdir(folder)} <= {".lock", settings}:
+                    shutil.rmtree(folder)
+                    remove_empty(*created[1:])
 
 
-@contextlib.contextmanager
-def remove_if_unused(folder: Path, *names: str) -> Iterator[None]:
-    """Remove a folder after the `with` block if it was new, and holds nothing but files and empty folders with these names."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            if created and {*os.listdir(folder)} <= {*names}:
-                for path in map(folder.joinpath, os.listdir(folder)):
-                    path.rmdir() if path.is_dir() else path.unlink()
-                for path in created:
-                    path.rmdir()
+def missing_folders(folder: Path) -> list[Path]:
+    """Return this folder and the folders above that do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(*folders: Path) -> None:
+    """Remove folders that are empty, in this order, up to the first one that is not."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def append_line(path: Path, record: dict) -> None:

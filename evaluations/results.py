@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from common.errors import InUse, UserError
-from common.files import append_line, hash_bytes, lock_file, read_lines, refuse_link, write_atomically
+from common.files import append_line, hash_bytes, lock_file, read_lines, refuse_link, regular_file, write_atomically
 from common.types import FiniteFloat
 from configs.settings import validate
 from evaluations.metrics import standard_error
@@ -26,7 +27,7 @@ from evaluations.suite import format_metric
 # and sampler settings need no line, because results store only those that differ from their defaults.
 DEFAULTS = {"labels": "random", "first_seed": 0}
 
-CLAIMS = ".evaluating"  # folder with a locked file for each point that a process evaluates
+CLAIMS = ".evaluating"  # folder with a locked file for each point that a process evaluates, and one for writing the results
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ class Results:
 
     def _read(self) -> None:
         """Read the lines again if the file has changed."""
-        if (size := self.file.stat().st_size if self.file.exists() else 0) != self._size:
+        size = 0
+        with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
+            size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
+        if size != self._size:
             self.lines, self._size = list(read_lines(self.file, partial(validate, kind=ResultLine))), size
 
     def _key(self, point: Point) -> dict:
@@ -91,7 +95,7 @@ class Results:
         return next((line for line in self.lines if without_defaults(without_paths(line["point"])) == key), None)
 
     def claim(self, point: Point) -> Literal["ours", "in use", "done"]:
-        """Claim a point for this process until `add` or `release`.
+        """Claim a point for this process until `release`.
 
         Return `in use` if another process has claimed it, and `done` if it has a result by now.
         """
@@ -118,8 +122,11 @@ class Results:
         return refuse_link(self.folder / CLAIMS) / hash_bytes(json.dumps(self._key(point), sort_keys=True).encode())
 
     def _lock(self) -> IO[bytes]:
-        """Wait until no other process writes into the folder, and lock it until the file is closed."""
-        return lock_file(self.folder / ".lock", "writing to", "output", blocking=True)
+        """Wait until no other process writes results into the folder, and keep others from it until the file is closed.
+
+        This is not the folder's .lock, which a trainer or sample.py may hold for long.
+        """
+        return lock_file(refuse_link(self.folder / CLAIMS) / "results", "writing to", "output", blocking=True)
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
@@ -129,7 +136,6 @@ class Results:
         with self._lock():
             append_line(self.file, line)
             self._read()
-        self.release(point)
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
         """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.

@@ -115,17 +115,24 @@ class PointEvaluator:
                 future.result()
 
         def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
-            results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
+            try:
+                results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
+            finally:
+                results.release(point)
             log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
         with contextlib.ExitStack() as stack:
             stack.callback(results.release)
             thread = stack.enter_context(ThreadPoolExecutor(1))  # computes standard errors while we sample the next point
             for number, i in enumerate(itertools.chain(missing, in_use), start=1):
-                on_main(lambda: raise_errors(future for future in finished if future.done()))
                 point, recipe = points[i]
+
+                def claim(point: Point = point) -> str:
+                    raise_errors(future for future in finished if future.done())
+                    return results.claim(point)
+
                 # Processes that wait here exchange a message for each attempt, so that no timeout ends them.
-                while (state := on_main(partial(results.claim, point))) == "in use" and number > len(missing):
+                while (state := on_main(claim)) == "in use" and number > len(missing):
                     time.sleep(WAIT_SEC)
                 if state == "in use":
                     log.info("%s: another process is evaluating this point", format_settings(point.display))
@@ -133,7 +140,9 @@ class PointEvaluator:
                 if state != "ours":
                     continue
                 try:
-                    features, labels, cost = self.features(recipe, num_samples, f"point {number} of {len(missing)}")
+                    features, labels, cost = self.features(
+                        recipe, num_samples, f"point {min(number, len(missing))} of {len(missing)}"
+                    )
                 except store.CheckpointRemoved as e:
                     # Before the first point, `retry_if_removed` can still choose another checkpoint without repeating work.
                     if (len(self.folders) == 1 and not finished) or self.accelerator.num_processes > 1:

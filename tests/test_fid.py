@@ -14,6 +14,7 @@ from PIL import Image
 import fid as script
 from checkpoints import load, store
 from common.errors import UserError
+from common.files import lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
@@ -185,8 +186,10 @@ def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
     ours, theirs = Results(tmp_path, shared), Results(tmp_path, shared)
     assert [ours.claim(first), theirs.claim(first), theirs.claim(second)] == ["ours", "in use", "ours"]
     ours.add(first, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
+    ours.release(first)
     assert theirs.claim(first) == "done"
     theirs.add(second, {"fid": 2.0}, {"fid": [1.0, 2.0]}, {})
+    theirs.release(second)
     assert "1.00 ± 0.50" in (table := ours.write([first, second], "fid")) and "2.00 ± 0.50" in table
     assert (tmp_path / "results.png").exists()
     # A process that fails, or is killed, leaves its point to the others.
@@ -194,7 +197,28 @@ def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
     ours.release()
     assert theirs.claim(third) == "ours"
     theirs.release()
-    assert not [*(tmp_path / ".evaluating").iterdir()]
+    assert [file.name for file in (tmp_path / ".evaluating").iterdir()] == ["results"]
+
+
+def test_a_result_that_cannot_be_stored_leaves_the_point_to_other_processes_and_ends_the_command(edm, fid, monkeypatch, tmp_path):
+    def full(path, record):
+        raise UserError("the disk is full")
+
+    def in_use_for_ever(results, point):  # a process that evaluates the last point, and never ends
+        return "in use" if point.display["step"] == 4 else claim(results, point)
+
+    claim = Results.claim
+    monkeypatch.setattr(Results, "claim", in_use_for_ever)
+    monkeypatch.setattr("evaluations.results.append_line", full)
+    monkeypatch.setattr(points, "WAIT_SEC", 0.01)
+    with pytest.raises(UserError, match="the disk is full"):
+        fid("out", f"checkpoints={edm}")
+    assert [*(tmp_path / "out" / ".evaluating").iterdir()] == [tmp_path / "out" / ".evaluating" / "results"]
+
+
+def test_a_folder_that_a_trainer_locks_can_take_results(edm, fid, tmp_path):
+    with lock_file(tmp_path / "out" / ".lock", "training in", "name"):
+        assert len(fid("out", f"checkpoint={edm}")) == 1
 
 
 def test_fid_evaluates_the_points_that_are_free_first_and_then_waits_for_the_others(edm, fid, monkeypatch):

@@ -221,7 +221,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, capl
     monkeypatch.setattr(files, "lock_descriptor", no_locks)
     with caplog.at_level(logging.WARNING):
         open_run(tmp_path / "run")
-    assert ".lock cannot be locked (no locks): make sure that no other process writes to this folder" in caplog.text
+    assert "run cannot be locked (no locks): make sure that no other process writes there" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

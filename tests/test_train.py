@@ -247,6 +247,8 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
         (12, [0, 10, 0], True, None),  # another run with the same name did
         (25, [15], False, 25),  # the last step of init_state=all
         (24, [15], False, None),
+        (18, [0, -15], True, None),  # init_state=all (a negative step begins a run) after an attempt that was killed
+        (18, [-0, -15, 16], True, 18),
     ],
 )
 def test_a_run_is_known_to_have_saved_a_checkpoint(tmp_path, last, starts, has_folder, expected):
@@ -254,10 +256,11 @@ def test_a_run_is_known_to_have_saved_a_checkpoint(tmp_path, last, starts, has_f
     (folder / "checkpoints" if has_folder else folder).mkdir(parents=True)
     line = {"step": last, "loss": 1.0, "steps_per_sec": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    (folder / "starts.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in starts))
+    lines = [{"step": abs(step)} | ({"resumed": step > 0} if min(starts) < 0 else {}) for step in starts]
+    (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = RunFolder(str(tmp_path), "run")
     run.open()
-    assert run.reached_checkpoint(every=15 if starts == [15] else 10, num_steps=25) == expected
+    assert run.reached_checkpoint(every=15 if 15 in map(abs, starts) else 10, num_steps=25) == expected
     run.close()
 
 

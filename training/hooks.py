@@ -47,8 +47,7 @@ class LogMetrics(Hook):
         if trainer.step == trainer.first_step:
             return
         record = trainer.pop_metrics() | {name: float(value) for name, value in self.measured.items()}
-        if trainer.accelerator.is_main_process:
-            append_line(self.run.metrics, record)
+        on_main(partial(append_line, self.run.metrics, record))  # a full disk is one line on every process
         track(trainer.accelerator, record)
 
 
@@ -77,12 +76,15 @@ class SampleGrids(Hook):
             batch = slice(start, start + size)
             sampled = keep_on_main(partial(self.sampler, seeds[batch], labels[batch]))
             images.extend([] if sampled is None else sampled)
-        if accelerator.is_main_process:
+
+        def save() -> None:
             names = trainer.dataset.class_names
             grid = labelled_grid(images, [class_caption(label, names) for label in labels])
             with open_atomically(file) as f:
                 grid.save(f, format="PNG")
             track_grid(accelerator, trainer.step, grid)
+
+        on_main(save)
 
 
 @dataclass
@@ -102,9 +104,9 @@ class EvaluationHook(Hook):
                 continue
             start_sec = time.perf_counter()
             fields, displayed = self.evaluate(trainer, key_fields)
-            if trainer.accelerator.is_main_process:
-                append_line(self.run.metrics, key_fields | fields | {"evaluation_sec": time.perf_counter() - start_sec})
-                log.info("step %d: %s", trainer.step, format_metrics(displayed))
+            line = key_fields | fields | {"evaluation_sec": time.perf_counter() - start_sec}
+            on_main(partial(append_line, self.run.metrics, line))
+            log.info("step %d: %s", trainer.step, format_metrics(displayed))
             lists = {key: value for key, value in fields.items() if key != "metrics"}
             track(trainer.accelerator, {"step": trainer.step} | displayed | lists)
 

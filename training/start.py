@@ -23,7 +23,8 @@ def record_start(trainer: Trainer, run: RunFolder) -> None:
         return
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        append_line(run.starts, describe_start(accelerator, trainer.step))
+        resumed = trainer.step in store.list_steps(run.checkpoints)
+        append_line(run.starts, describe_start(accelerator, trainer.step, resumed))
     run.delete_results_after(trainer.step)
     log_plan(trainer, run)
 

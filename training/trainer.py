@@ -58,7 +58,9 @@ class Hook:
 
 
 class StepRandom(SampleRandom):
-    """Random numbers for one training step. The numbers depend only on the seed, step, stream and position in the global batch.
+    """Random numbers for one training step, which depend only on the seed, step, stream, position in the global batch and device.
+
+    GPUs with other numbers of multiprocessors draw other numbers, and so do CPUs.
 
     Every process draws numbers for the global batch on its device and returns those of its micro-batch, the slice `part` of the
     global batch. Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
