@@ -6,11 +6,11 @@ Shapes use N for images, D for pooled features, S for spatial features and C for
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Features:
     logits: Tensor | None = None  # [N, C] float32, unnormalised log-probabilities of the classes
     spatial: Tensor | None = None  # [N, S] float32
     statistics: dict[str, Statistics] = field(default_factory=dict)  # statistics by layer, which metrics use if available
-    _radii2: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `radii2_on`, by device
+    _kept: dict[tuple[str, str], Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `_keep`
 
     def __len__(self) -> int:
         return len(self.pool)
@@ -50,9 +50,23 @@ class Features:
 
         Later calls return the same tensor, because many sample sets share one reference, whose search takes longest.
         """
-        if str(device) not in self._radii2:
-            self._radii2[str(device)] = radii2_of_reference(self.pool.to(device))
-        return self._radii2[str(device)]
+        return self._keep("radii", device, lambda: radii2_of_reference(self.pool.to(device)))
+
+    def gaussian_on(self, layer: str, device: torch.device | str) -> Statistics | Tensor | None:
+        """Return the statistics of a layer on the device, or its features if there are no statistics.
+
+        The statistics stay on the device, with the root that they cache.
+        """
+        if layer in self.statistics:
+            return self._keep(layer, device, lambda: self.statistics[layer].to(device))
+        features = getattr(self, layer)
+        return None if features is None else features.to(device)
+
+    def _keep(self, name: str, device: torch.device | str, compute: Callable[[], Any]) -> Any:
+        """Return what an earlier call computed for this name and device, or compute it."""
+        if (key := (name, str(device))) not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
 
     def select(self, items: Tensor) -> Features:
         """Return the features of the images `items` [n], int64, in this order and without statistics."""

@@ -30,12 +30,12 @@ class FeaturePair:
 
     def frechet_distance(self, layer: str) -> float | None:
         """Compute the Frechet distance for a layer. Returns None if a set has no statistics and fewer than two images."""
-        sides = [side.statistics.get(layer, getattr(side, layer)) for side in (self.reference, self.samples)]
+        # Devices other than CUDA may lack float64, and the CPU needs only seconds.
+        device = self.device if torch.device(self.device).type == "cuda" else "cpu"
+        sides = [side.gaussian_on(layer, device) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         if is_missing:
             return None
-        if torch.device(self.device).type == "cuda":  # other devices may lack float64, and the CPU needs only seconds
-            sides = [side.to(self.device) for side in sides]
         return metrics.frechet_distance(*sides)
 
     @functools.cached_property

@@ -210,8 +210,8 @@ def test_the_pages_show_what_the_command_prints(printed):
 
 def test_every_interval_of_the_docs_is_printed_by_the_command(printed):
     page = (REPOSITORY / "docs" / "evidence.md").read_text(encoding="utf-8")
-    intervals = re.findall(r"\((-?[\d.]+ to -?[\d.]+(?:;\s+80%:\s+[\d.]+)?)[;)]", page)
-    assert len(intervals) > 20
+    intervals = re.findall(r"[(,;]\s*(-?[\d.]+\s+to\s+-?[\d.]+(?:;\s+80%:\s+[\d.]+)?)[;)]", page)
+    assert len(intervals) >= 30
     assert not [found for found in intervals if "(" + re.sub(r"\s+", " ", found) not in printed]
 
 

@@ -376,6 +376,7 @@ def show_guided(lines: list[dict]) -> None:
     )
     print_table(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
     print_table(["secondary outcome", "seeds", "95% interval"], others)
+    print_table(["left out (unplanned)", *(f"outcome {i + 1}" for i in range(len(primary)))], leave_one_out(lines))
 
     def losses(arm: str) -> list[list[float]]:
         wanted = {"arm": arm, "step": ARMS[arm].step("full")}
@@ -392,6 +393,15 @@ def show_guided(lines: list[dict]) -> None:
         if ratio:
             rows.append([f"{arm} / dense", f"{median(ratio):.3f}", f"{min(ratio):.3f} to {max(ratio):.3f}"])
     print_table(["time of a step", "median over seeds", "lowest and highest"], rows)
+
+
+def leave_one_out(lines: list[dict]) -> list[list[str]]:
+    """Return a row for each seed with the primary outcomes of the others, at the scales that all seeds choose."""
+    rows = []
+    for seed in sorted({line["seed"] for line in lines}):
+        kept = [line for line in lines if line["seed"] != seed or line.get("first_seed") != COMPARING[0]]
+        rows.append([f"seed {seed}", *(contrast.text(text_of) for _, text_of, contrast in compare_at_best_guidance(kept)[0])])
+    return rows
 
 
 def compared_values(lines: list[dict], arm: str, time: str, guidance: str = "best", metric: str = DISTANCE) -> dict[int, float]:

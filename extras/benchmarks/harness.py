@@ -90,12 +90,16 @@ def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, 
 
 
 def measure_kernels_ms(action: Callable[[], object]) -> float:
-    """Return the milliseconds in which the GPU computes during one call, without gaps between kernels."""
+    """Return the milliseconds in which the GPU computes during one call, without gaps between kernels.
+
+    Communication between GPUs is left out, because it overlaps with computation and waits for slower processes.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         action()
         torch.cuda.synchronize()
     # Annotations such as "Optimizer.step" span kernels that are events themselves.
-    return sum(event.self_device_time_total for event in profile.key_averages() if not event.is_user_annotation) / 1000
+    events = [event for event in profile.key_averages() if not event.is_user_annotation and "nccl" not in event.key.lower()]
+    return sum(event.self_device_time_total for event in events) / 1000
 
 
 def summarise(variant: TimedVariant, first: TimedVariant) -> dict[str, object]:
@@ -112,9 +116,9 @@ def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, obj
     """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
-    start = describe_start(accelerator, step=0)
+    start = describe_start(accelerator, step=0, resumed=False)
     start["command"] = start["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
-    header = [f"- {key}: {value}" for key, value in start.items() if key != "step"]
+    header = [f"- {key}: {value}" for key, value in start.items() if key not in ("step", "resumed")]
     columns = list(dict.fromkeys(key for record in records for key in record))
     table = markdown_table(columns, [[_cell(record.get(column)) for column in columns] for record in records])
     sys.stdout.write("\n".join([f"# {title}\n", *header, f"\n{NOTES}", table, ""]))

@@ -104,7 +104,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
 def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed; tests/test_stop.py is for CPUs")
-    keys = ["train.num_steps=1000000", "train.log_every=5", "sample.every=0", f"output_dir={tmp_path}", "name=run"]
+    keys = ["train.num_steps=20000", "train.log_every=5", "sample.every=0", f"output_dir={tmp_path}", "name=run"]
     command = [sys.executable, *LAUNCH_2, "train.py", *keys, "train.batch_size=8", "train.cpu_threads=1"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=REPOSITORY, **how)

@@ -132,6 +132,8 @@ def test_the_float32_block_after_a_route_costs_at_most_two_and_a_half_other_bloc
 
 
 def test_a_routed_step_takes_under_three_quarters_of_a_dense_one_and_the_estimated_memory(device, size):
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 48e9:
+        pytest.skip("both trainers need 40 GB")
     forget_accelerate()
     gc.collect()  # frees networks of earlier tests: compiled blocks are reference cycles
     is_cuda = device.type == "cuda"
