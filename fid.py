@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError, name_key
+from common.errors import UserError
 from common.files import REPOSITORY, missing_folders, refuse_link, remove_empty
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
@@ -60,9 +60,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     from common.images import are_same_colour
     from evaluations.results import CLAIMS, format_settings
     from evaluations.suite import metrics_for
-    from runtime.processes import check_same, check_shared, on_main
-    from sampling.evaluator import open_reference
-    from sampling.image_sets import open_image_set
+    from runtime.processes import check_shared, on_main
+    from sampling.evaluator import open_on_all_processes, open_reference
     from sampling.points import PointEvaluator
 
     # Only the main process looks for checkpoints, because others could find different ones while a run is still training.
@@ -72,8 +71,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     runs = {folder: load_config(folder) for folder in folders}
     images = None
     if cfg.images:
-        with name_key("images"):
-            images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
+        settings = {"convert_to_rgb": cfg.convert_to_rgb, "background": cfg.evaluation.background or "white"}
+        images = open_on_all_processes(cfg.images, "images", **settings)
     background = images.background if images else None
     filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None, background)]
     for other in filled:
@@ -84,7 +83,6 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
         if background is not None and not are_same_colour(background, cfg.evaluation.background):
             made = f"images={cfg.images} was made with background={background}"
             raise UserError(f"{made}, but evaluation.background={cfg.evaluation.background}")
-        check_same(images.quick_fingerprint(), "images", images.path)
         if len(images) == 0:
             raise UserError(f"images={cfg.images} holds statistics but no images")
     num_samples = cfg.num_samples or (50_000 if images is None else len(images))

@@ -22,7 +22,7 @@ import torch
 from PIL import ImageColor
 
 from common.errors import UserError, as_user_error, list_faults
-from common.files import hash_bytes, open_atomically, regular_file
+from common.files import hash_bytes, open_atomically
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
@@ -107,6 +107,7 @@ class ImageFolder:
         if all(matches):
             self.labels = np.array([int(match[1]) for match in matches])
         self._with_more_frames: list[Path] = []
+        self._quick_fingerprint: str | None = None
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
 
@@ -140,12 +141,17 @@ class ImageFolder:
             raise UserError(list_faults(problems, "mend or remove {}"))
 
     def quick_fingerprint(self) -> str:
-        """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash."""
-        sizes = []
-        for file in self.files:
-            with as_user_error(file):  # for example a link to a missing file
-                sizes.append((file.relative_to(self.path).as_posix(), regular_file(file).stat().st_size))
-        return hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
+        """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash.
+
+        Later calls return the same hash, because looking up every file takes long on a shared disk.
+        """
+        if self._quick_fingerprint is None:
+            sizes = []
+            for file in self.files:
+                with as_user_error(file):  # for example a file that was removed
+                    sizes.append((file.relative_to(self.path).as_posix(), file.stat().st_size))
+            self._quick_fingerprint = hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
+        return self._quick_fingerprint
 
     def fingerprint(self) -> str:
         """Hash the quick_fingerprint and modification times. Hashing the contents would take as long as evaluating the images."""

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.errors import UserError, as_user_error
+from common.errors import UserError, as_user_error, name_key
 from common.files import hash_file
 from common.images import are_same_colour
 from common.interruption import until_stopped
@@ -65,6 +65,28 @@ def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator:
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 
+def open_on_all_processes(path: str, key: str, **settings) -> ImageSet:
+    """Open images with `open_image_set` on every process. Raises UserError if the processes see other images.
+
+    The main process alone lists a folder, because a lookup of every file by every process would overload a shared disk.
+    """
+
+    def open_set() -> ImageSet:
+        with name_key(key):
+            images = open_image_set(path, **settings)
+        images.quick_fingerprint()  # a folder keeps it for the other processes
+        return images
+
+    if holds_shards(path) or not Path(path).is_dir():
+        images = open_set()
+        check_same(images.quick_fingerprint(), key, images.path)
+        return images
+    images = on_main(open_set)
+    some = [images.files[i] for i in np.linspace(0, len(images) - 1, 10).astype(int)]
+    check_same([file.stat().st_size if file.is_file() else None for file in some], key, images.path)
+    return images
+
+
 def open_reference(
     path: str | None,
     key: str,
@@ -97,8 +119,7 @@ def open_reference(
         raise UserError(f"{key}={path}: the training images were encoded with pad={pad}, but a folder is only cropped; {remedy}")
     if is_folder and encoded_with.get("grey"):
         log.warning("%s=%s: the training images were encoded with grey=true; colour images in a folder stay coloured", key, path)
-    images = open_image_set(path, crop=resolution if is_folder else None, background=background)
-    check_same(images.quick_fingerprint(), key, images.path)
+    images = open_on_all_processes(path, key, crop=resolution if is_folder else None, background=background)
     for name in detectors:  # checked before the detectors download their weights
         if len(images) < 2 and name not in images.statistics:
             number = "only one image" if len(images) else "no images"
