@@ -39,6 +39,7 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
     from training import build, saving, tracking
+    from training.hooks import EvaluationHook
     from training.parallel import check_processes
     from training.start import record_start
     from training.stop import call_previous_handler
@@ -90,7 +91,13 @@ def main(cfg: TrainConfig) -> float | None:
     if not is_complete:
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
-    return processes.on_main(lambda: run.objective_at(train.num_steps) if cfg.eval.every else None)
+    evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
+
+    def objective() -> float | None:
+        wanted = [{**fields, "step": train.num_steps} for hook in evaluations for fields in hook.identify(trainer)]
+        return run.objective_at(train.num_steps, wanted) if cfg.eval.every else None
+
+    return processes.on_main(objective)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from common.files import REPOSITORY
 
@@ -25,7 +28,7 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
         "step": step,
         "resumed": resumed,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join(command()),
         "commit": commit,
         "modified": modified,
         "device": device_name(accelerator.device),
@@ -33,6 +36,14 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def command() -> list[str]:
+    """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        hydra = HydraConfig.get()
+        return ["python", f"{hydra.job.name}.py", *OmegaConf.to_container(hydra.overrides.task, resolve=False)]
+    return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]
 
 
 def device_name(device: torch.device) -> str:

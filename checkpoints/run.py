@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ class RunFolder:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
-            if not (is_empty or path.name == ".lock" or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
+            is_hydras = path.name in (".lock", ".hydra")  # hydra.output_subdir
+            if not (is_empty or is_hydras or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path
 
     def write_config(self, config: dict) -> None:
@@ -155,12 +156,14 @@ class RunFolder:
         """Return whether metrics.jsonl contains an evaluation with these fields."""
         return any(key_fields.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
 
-    def objective_at(self, step: int) -> float | None:
+    def objective_at(self, step: int, wanted: Sequence[dict] = ()) -> float | None:
         """Return the first metric of the last evaluation at `step`, at the guidance scale where it is lowest.
 
-        If the run measures only the validation loss, return that loss. Return None without evaluations.
+        If the run measures only the validation loss, return that loss. Return None without evaluations. If lines with the fields
+        of an entry in `wanted` exist, the others do not count: they are of other settings of the same run.
         """
         lines = [line for line in read_metrics(self.metrics)["evaluation"] if line["step"] == step and line["metrics"]]
+        lines = [line for line in lines if any(fields.items() <= line.items() for fields in wanted)] or lines
         lines = [line for line in lines if "validation_loss" not in line["metrics"]] or lines
         same = ("settings", "num_samples", "reference_hash")
         alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]

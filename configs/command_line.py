@@ -11,6 +11,7 @@ import re
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
 from common.errors import UserError
-from common.files import REPOSITORY
+from common.files import REPOSITORY, hash_bytes
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_argument
 from configs.schema import TrainConfig
@@ -35,6 +36,7 @@ from configs.settings import S, Settings, flatten, has_interpolation, validate
 log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
+BEGAN = "TREAD_COMMAND_BEGAN"  # environment variable with the time at which a command began, for the jobs of its launcher
 HELP = {"--help", "-h"}
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
@@ -77,7 +79,7 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     try:
-        with exit_on_broken_pipe(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+        with exit_on_broken_pipe(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path, BEGAN: str(time.time_ns())}):
             action()
             leave_processes()
     except KeyboardInterrupt:
@@ -127,7 +129,7 @@ def format_error(error: Exception, config_name: str = "config") -> str | None:
     """Return the message that a command prints for a user error, or None for any other error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
-    if not is_launching and not isinstance(error, (UserError, HydraException)):
+    if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return None
     text = str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
     rank = os.environ.get("RANK")
@@ -142,14 +144,15 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     """
     log_to_stderr()
     context = HydraConfig.get()
-    arguments, is_sweep = list(context.overrides.task), context.mode == RunMode.MULTIRUN
+    is_sweep = context.mode == RunMode.MULTIRUN
+    arguments = OmegaConf.to_container(context.overrides.task, resolve=False)  # they may contain ${...}
     launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
         if is_sweep and isinstance(settings, TrainConfig):
-            if context.runtime.choices["hydra/sweeper"] in SEARCHERS and not settings.is_evaluated:
+            if any(f".hydra_{name}" in context.sweeper._target_ for name in SEARCHERS) and not settings.is_evaluated:
                 raise UserError(
                     "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
                 )
@@ -172,17 +175,20 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
 
 
 def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
-    """Reserve a run's name in the sweep's folder. Raises UserError if another run of the sweep has this name."""
+    """Reserve a run's folder in the sweep's folder. Raises UserError if another run of the sweep has this folder."""
     (sweep / ".names").mkdir(parents=True, exist_ok=True)
     # Hydra's basic sweeper writes multirun.yaml first. Its time tells a sweep from an earlier one in the same hydra.sweep.dir.
-    began = str((sweep / "multirun.yaml").stat().st_mtime_ns) if (sweep / "multirun.yaml").exists() else ""
-    file, content = sweep / ".names" / cfg.name, f"{began}\n{arguments}"
+    # Other sweepers write no such file. There, the command's own mark does, which its jobs inherit.
+    record = sweep / "multirun.yaml"
+    began = str(record.stat().st_mtime_ns) if record.exists() else os.environ.get(BEGAN, "")
+    run = os.path.abspath(Path(cfg.output_dir, cfg.name))
+    file, content = sweep / ".names" / hash_bytes(run.encode()), f"{began}\n{arguments}"
     try:
         with open(file, "x", encoding="utf-8") as f:
             f.write(content)
     except FileExistsError:  # by a requeued job, another process of this job, another job, or an earlier sweep
-        time, _, earlier = file.read_text(encoding="utf-8").partition("\n")
-        if earlier and time == began and earlier != arguments:
+        time_then, _, earlier = file.read_text(encoding="utf-8").partition("\n")
+        if earlier and time_then == began and earlier != arguments:
             folder = f"{cfg.output_dir}/{cfg.name}"
             raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {arguments}; set name=...") from None
         file.write_text(content, encoding="utf-8")

@@ -29,6 +29,7 @@ CONFIGS = REPOSITORY / "configs"
 
 def help_text(config_name: str) -> str:
     """Return Hydra's template for --help: the script's docstring, and the YAML files, which explain every key."""
+    config_name = config_name if config_name in ("sample", "fid") else "config"  # train.py also takes files of the user's own
     groups = {"config": ["*/*.yaml"]}.get(config_name, ["sampling.yaml", "guidance/*.yaml"])
     files = [file for group in (f"{config_name}.yaml", *groups) for file in sorted(CONFIGS.glob(group))]
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)

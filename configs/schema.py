@@ -27,7 +27,7 @@ from pydantic import (
 
 from common import types
 from common.errors import UserError
-from common.files import hash_bytes
+from common.files import REPOSITORY, hash_bytes
 from common.roles import (
     Free,
     Logged,
@@ -354,29 +354,45 @@ class TrainConfig(Settings):
 
         The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
         name covers (experiment and its seed, otherwise data and model). With `experiment`, it omits data and model, too, as in
-        earlier versions. The user's own config groups, such as +recipe=slow, are added to a default name. A name longer than
-        MAX_NAME_LENGTH is shortened with a hash.
+        earlier versions. The user's own config groups, such as +recipe=slow, are added to a default name. So are the user's own
+        files in our groups, unless their settings have the file's name. Names longer than MAX_NAME_LENGTH get a hash.
+
+        Raises UserError if an experiment of the user's own sets no name.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        is_default = "experiment" in typed or self.name == f"{self.data.name}_{self.model.name}"
+        has_default = self.name == f"{self.data.name}_{self.model.name}"
+        if "experiment" in typed and has_default and self.experiment is None:
+            remedy = f"set name there, or name=... in the command (name={self.name} continues a run of earlier versions)"
+            raise UserError(f"experiment={typed['experiment']} sets no name, and would share the folder of other runs; {remedy}")
+        is_default = "experiment" in typed or has_default
         values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
             group = key.partition("@")[0]
-            is_own_group = not known and is_default and group not in GROUPS and not any(x.startswith(f"{group}.") for x in roles)
-            if is_own_group or (known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default):
-                value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
+            is_section = any(x.startswith(f"{group}.") for x in roles)
+            is_own_group = not known and is_default and group not in GROUPS
+            is_own_group &= not is_section or bool("." not in key and typed[key])  # such as +train=slow
+            is_own_file = key in GROUPS and is_default and is_own(key, typed[key]) and values.get(f"{key}.name") != typed[key]
+            is_compared = known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default
+            if is_own_group or is_own_file or is_compared:
+                value = values.get(f"{key}.name" if key in GROUPS and not is_own_file else key, typed[key])
+                value = json.dumps(typed[key] if is_own_file else value).strip('[]{}"/ ')
                 word = group.replace("/", ".").rpartition(".")[2]
                 parts.append(f"{word}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
         if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
         return self.model_copy(update={"name": name})
+
+
+def is_own(group: str, choice: str) -> bool:
+    """Return whether the file that `choice` names in a config group is not one of ours."""
+    return bool(choice) and choice != "null" and not (REPOSITORY / "configs" / group / f"{choice}.yaml").exists()
 
 
 class _Sampling(Settings):

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
@@ -59,7 +60,7 @@ def start_accelerator(
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
-        processes.check_arguments(HydraConfig.get().overrides.task)
+        processes.check_arguments(OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
     log_to_stderr()
     # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
@@ -107,7 +108,7 @@ def prepare_job() -> None:
         if submitit.JobEnvironment().num_tasks > 1:
             # accelerate chooses the GPU by LOCAL_RANK, so every process must see all GPUs of its node.
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    elif HydraConfig.initialized() and HydraConfig.get().runtime.choices["hydra/launcher"] == "joblib":
+    elif HydraConfig.initialized() and "joblib" in HydraConfig.get().launcher._target_:
         claim_gpu()
 
 

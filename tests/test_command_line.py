@@ -155,6 +155,58 @@ def test_a_name_may_be_an_interpolated_number_in_a_sweep_and_own_groups_are_part
         start(monkeypatch, found.append, ["+experiment=table2/dit_b2"])
 
 
+def test_own_files_in_our_groups_and_groups_named_like_sections_are_in_the_name(tmp_path, monkeypatch):
+    files = {
+        "data/digits_slow": "# @package _global_\ndefaults: [digits, _self_]\ntrain: {lr: 1e-5}\n",
+        "model/narrow": "defaults: [tread, _self_]\nbackbone: DiT-XS/4\n",
+        "model/named": "defaults: [tread, _self_]\nname: tread\n",
+        "train/slow": "lr: 1e-5\n",
+        "experiment/mine": "# @package _global_\ntrain: {lr: 1e-5}\n",
+        "experiment/other": "# @package _global_\nname: other\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / f"{name}.yaml").write_text(text)
+    found = []
+    for arguments in (["data=digits_slow"], ["model=narrow"], ["+train=slow"], ["experiment=other"], ["model=dit", "train.lr=1"]):
+        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", *arguments])
+    names = [
+        "digits_tread_data-digits-slow",
+        "digits_tread_model-narrow",
+        "digits_tread_train-slow",
+        "other",
+        "digits_dit_lr-1.0",
+    ]
+    assert [cfg.name for cfg in found] == names and found[0].train.lr == 1e-5
+    with pytest.raises(SystemExit, match="experiment=mine sets no name, and would share .* .name=digits_tread continues a run"):
+        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "experiment=mine"])
+    start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "experiment=mine", "name=digits_tread"])
+    assert found[-1].name == "digits_tread"
+
+
+def test_interpolations_on_the_command_line_are_resolved_in_the_configuration_and_their_errors_are_one_line(monkeypatch):
+    found = []
+    start(monkeypatch, found.append, ["train.warmup_steps=${.log_every}", "train.log_every=7"])
+    assert found[0].train.warmup_steps == 7
+    for arguments in (["output_dir=${oc.env:IT_IS_MISSING}/runs"], ["-m", "output_dir=${oc.env:IT_IS_MISSING}/runs"]):
+        with pytest.raises(SystemExit, match="^error: .*Environment variable 'IT_IS_MISSING' not found"):
+            start(monkeypatch, found.append, arguments)
+
+
+def test_own_files_for_launchers_and_sweepers_are_recognised_by_what_they_launch(tmp_path, monkeypatch):
+    for kind, base in (("launcher", "joblib"), ("sweeper", "optuna")):
+        (tmp_path / "own" / "hydra" / kind).mkdir(parents=True)
+        (tmp_path / "own" / "hydra" / kind / "mine.yaml").write_text(f"defaults: [{base}]\n")
+    own, claimed = f"--config-dir={tmp_path / 'own'}", []
+    monkeypatch.setattr(machine, "claim_gpu", lambda: claimed.append(1))
+    for launcher in ("basic", "mine"):  # a single run has the launcher, too
+        start(monkeypatch, lambda cfg: machine.prepare_job(), [own, f"hydra/launcher={launcher}", f"output_dir={tmp_path}"])
+    assert claimed == [1]
+    search = [own, "-m", "hydra/sweeper=mine", "hydra.sweeper.n_trials=1", "eval.every=0", "train.lr=interval(0.1,0.2)"]
+    with pytest.raises(SystemExit, match="a search needs a metric"):
+        start(monkeypatch, claimed.append, [*search, f"output_dir={tmp_path}"])
+
+
 def test_a_sweep_finds_its_folder_from_any_folder_and_does_not_mistake_an_earlier_sweeps_runs_for_its_own(monkeypatch, tmp_path):
     found = []
     monkeypatch.chdir(tmp_path)

@@ -32,6 +32,8 @@ def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_not
     assert "error: these runs of the sweep failed\n- " in outcome.output and "Traceback" not in outcome.output
     assert outcome.output.strip().endswith("output_dir=runs seed=-1: seed=-1: Input should be greater than or equal to 0")
     assert [metrics(tmp_path / "runs" / name)[-1]["step"] for name in ("s0", "s1")] == [2, 2]
+    begun = json.loads((tmp_path / "runs" / "s1" / "starts.jsonl").read_text())["command"]
+    assert begun.startswith("python train.py ") and begun.endswith(" output_dir=runs seed=1")  # the command of this run alone
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
     again = run_sweep(tmp_path, [argument.replace("0,-1,1", "0,1") for argument in arguments])
     assert again.code == 0 and again.output.count("this run is complete at step 2") == 2, again.output

@@ -148,5 +148,6 @@ class SampleEvaluation(EvaluationHook):
         metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
         scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
         suffix = f"{guidance.get('guidance', 'cfg')}{scale}"  # such as cfg1.5
+        suffix += f"_channels{channels}" if (channels := guidance.get("guidance.channels")) else ""
         named = {f"{display_name(metric, num_samples)}/{suffix}": value for metric, value in metrics.items()}
         return {"metrics": metrics}, named

@@ -100,13 +100,19 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
     The paper's tables come first, in `ROWS` order. Runs without a row follow in one table per data set. A label consists of
     the row and its changed settings, or of run names without seeds. Among runs with the same seed, only the longest run counts.
+    Runs on other latents are other experiments. A run without checkpoints, whose latents are unknown, joins the longest run.
     """
     by_identity: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
     runs = [*runs, *runs_of_other_rows(runs)]
-    for run in sorted(runs, key=lambda run: -run.step):
-        identity = identity_of(run.cfg)
-        key = (run.row.get("name"), repr(sorted(identity.items())))
+    described = [(run, identity_of(run.cfg)) for run in sorted(runs, key=lambda run: -run.step)]
+    keys = [(run.row.get("name"), repr(sorted(identity.items()))) for run, identity in described]
+    data_of: dict[tuple, str] = {}  # the latents of the longest run with these settings
+    for key, (run, _) in zip(keys, described):
+        if run.data_hash:
+            data_of.setdefault(key, run.data_hash)
+    for settings, (run, identity) in zip(keys, described):
+        key = (*settings, run.data_hash or data_of.get(settings))
         experiment = by_identity.setdefault(key, Experiment([], identity, changes_of(run)))
         if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
             problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"

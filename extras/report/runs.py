@@ -109,6 +109,14 @@ class Run:
         return hashes
 
     @cached_property
+    def data_hash(self) -> str | None:
+        """Return the fingerprint of the latents by the newest checkpoint, or None if no checkpoint is here."""
+        for folder in reversed(store.list_steps(self.path / "checkpoints").values()):
+            with contextlib.suppress(UserError):
+                return store.read_data_hash(folder)
+        return None
+
+    @cached_property
     def clock(self) -> tuple[list[int], list[float]]:
         """Return the logged steps and the training hours until each step, excluding checkpoints, grids and evaluations."""
         steps = [self.starts[0]["step"] if self.starts else 0, *self.speeds]
