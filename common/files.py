@@ -204,11 +204,11 @@ def append_line(path: Path, record: dict) -> None:
         raise UserError(f"cannot write {path}: {describe_write_error(path, e)}") from e
 
 
-def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Iterator[dict]:
+def read_lines(path: Path, check: Callable[[dict], object] | None = None, level: int = logging.WARNING) -> Iterator[dict]:
     """Yield the complete objects in a JSON-lines file. A missing file yields nothing.
 
-    If `check` is given, objects for which it raises ValueError are left out, and one warning names the file and the first line
-    that was left out.
+    If `check` is given, objects for which it raises ValueError are left out, and one message at the log level `level` names the
+    file and the first line that was left out.
     """
     with as_user_error(path):
         content = regular_file(path).read_bytes() if path.exists() else b""
@@ -225,7 +225,7 @@ def read_lines(path: Path, check: Callable[[dict], object] | None = None) -> Ite
             yield record
     if left_out and check is not None:
         more = f" ({len(left_out) - 1} other lines are left out, too)" if left_out[1:] else ""
-        log.warning("%s: %s%s", path, left_out[0], more)
+        log.log(level, "%s: %s%s", path, left_out[0], more)
 
 
 def read_json(path: Path) -> Any:

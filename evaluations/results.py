@@ -84,7 +84,8 @@ class Results:
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
             size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
         if size != self._size:
-            self.lines, self._size = list(read_lines(self.file, partial(validate, kind=ResultLine))), size
+            level = logging.DEBUG if self._size else logging.WARNING  # warn once about lines that are not results
+            self.lines, self._size = list(read_lines(self.file, partial(validate, kind=ResultLine), level)), size
 
     def _key(self, point: Point) -> dict:
         return without_defaults(json.loads(json.dumps(point.key | self.shared)))

@@ -116,11 +116,11 @@ def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_the
 
 
 def test_a_sweep_goes_on_after_a_failed_run_and_names_the_failed_runs_at_the_end(monkeypatch, tmp_path, caplog):
-    found = []
+    found, where = [], "output_dir=runs"
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        start(monkeypatch, found.append, ["-m", "train.lr=1,-1,x,2", f"output_dir={tmp_path}"])
+        start(monkeypatch, found.append, ["-m", "train.lr=1,-1,x,2", where])
     assert [cfg.train.lr for cfg in found] == [1, 2]
-    where = f"output_dir={tmp_path}"
     assert left.value.code == (
         "error: these runs of the sweep failed\n"
         f"- train.lr=-1 {where}: train.lr=-1: Input should be greater than 0\n"

@@ -157,7 +157,9 @@ def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_agai
     train("run", *settings)
     assert len([record for record in metrics(run) if "metrics" in record]) == 3
     train("run", *settings, "sample.rounding=truncate")  # the images change, too
-    assert [record["settings"].get("rounding") for record in metrics(run) if "metrics" in record] == 3 * [None] + ["truncate"]
+    lines = [record for record in metrics(run) if "metrics" in record]
+    assert [record["settings"].get("rounding") for record in lines] == 3 * [None] + ["truncate"]
+    assert lines[3]["metrics"] != lines[2]["metrics"]
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
@@ -244,6 +246,11 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
     (tmp_path / "results.jsonl").write_text("\n".join([*lines[:3], "theirs", "[" * 100_000, *lines[3:], json.dumps(good), ""]))
     results = Results(tmp_path, shared)
     assert results.lines == [good] and results.find(point) == good
+    for name in ("b.npz", "c.npz"):  # results without standard errors: nothing says whether they are worse
+        results.add(Point({"images": name}, name, {"images": name}), {"fid": 2.0}, {}, {})
+    results.write([point], "fid")
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(row["images"], row["best"]) for row in rows] == [("a.npz", "*"), ("b.npz", ""), ("c.npz", "")]
     (warning,) = caplog.messages
     assert warning.startswith(f"{tmp_path / 'results.jsonl'}: line 1 is left out: metrics.fid=nan: ")
     assert warning.endswith("(7 other lines are left out, too)")

@@ -52,10 +52,13 @@ def test_the_configuration_accepts_exactly_the_names_in_the_table():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_parameter_belongs_to_one_optimizer(name):
     parameters = dict(small().named_parameters())
-    optimizers = OPTIMIZERS[name](checked([*TINY, "train.lr=0.5"]).train, parameters)
+    chosen = ["train.lr=0.5", "train.weight_decay=0.25", "train.betas=[0.7,0.8]"]
+    optimizers = OPTIMIZERS[name](checked([*TINY, *chosen]).train, parameters)
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert len(given) == len(parameters) and set(given) == set(parameters.values())
-    assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {0.5}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(0.5, 0.25)}
+    assert {tuple(group["betas"]) for group in groups if "betas" in group} == {(0.7, 0.8)}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

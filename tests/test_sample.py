@@ -128,6 +128,18 @@ def test_autoguidance_takes_a_second_checkpoint_with_the_same_latents_and_diffus
             sample("wrong", "guidance=autoguidance", f"guidance.checkpoint={checkpoint}")
 
 
+def test_the_weak_network_can_have_the_weights_without_averaging(runs, sample):
+    weak = ["seeds=0-3", "guidance=autoguidance", f"guidance.checkpoint={runs['dense']}", "guidance.weights={}"]
+    raw, ema = (sample(name, *weak[:3], weak[3].format(name)) for name in ("raw", "ema"))
+    assert_all_differ(raw, ema)
+
+
+def test_balanced_labels_have_every_class_equally_often(sample):
+    for labels in ("balanced", "random"):
+        classes = [int(name[18:21]) for name in sample(labels, "num_samples=30", f"labels={labels}")]
+        assert (np.bincount(classes, minlength=10).tolist() == [3] * 10) == (labels == "balanced")
+
+
 def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sample, tmp_path, caplog):
     caplog.set_level("INFO")
     first, last = (runs["edm"] / "checkpoints" / f"step_000000{step}" for step in (1, 2))

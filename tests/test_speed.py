@@ -1,6 +1,7 @@
 """Fast networks give the values and gradients of plain ones. Settings that the machine does not support are refused."""
 
 import copy
+import importlib
 import logging
 import os
 from functools import partial
@@ -8,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY, losses, run_train
+from conftest import REPOSITORY, checked, losses, run_train
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import dit
 from common.errors import UserError
+from configs import schema
+from configs.command_line import parse_config
+from configs.compose import compose_overrides
 from evaluations.metrics import full_float32
 from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
@@ -23,6 +27,27 @@ from runtime.compilation import check_machine, checkpoint_activations, compile_n
 from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
 from training.trainer import Trainer
+
+
+@pytest.mark.parametrize("name", ["train", "fid", "sample"])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_every_command_passes_tf32_on(name, tf32, monkeypatch):
+    given = []
+
+    def stop(*args, **kwargs):
+        given.append(kwargs["tf32"])
+        raise UserError("stop")
+
+    monkeypatch.setattr(machine, "start_accelerator", stop)
+    if name == "train":
+        cfg = checked([f"train.tf32={tf32}"])
+    else:
+        chosen = [f"tf32={tf32}", "checkpoint=runs/x"]
+        cfg = parse_config(compose_overrides(chosen, name), {"fid": schema.FidConfig, "sample": schema.SampleConfig}[name])
+    with pytest.raises(UserError, match="stop"):
+        importlib.import_module(name).main(cfg)
+    assert given == [tf32]
+
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

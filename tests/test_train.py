@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -15,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import set_seed
 from conftest import (
-    REPOSITORY,
     TINY,
     checked,
     losses,
@@ -34,6 +35,7 @@ from checkpoints.load import load_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.randomness import derive_seed
+from dit import DiTBlock
 from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
@@ -145,12 +147,14 @@ def test_dense_and_routed_runs_see_the_same_noise_and_data(whole, train):
     assert losses(dense)[3] != losses(whole)[3]
 
 
-def test_micro_batches_loader_threads_and_checkpointed_activations_do_not_change_a_run(whole, train):
+def test_micro_batches_loader_threads_and_checkpointed_activations_do_not_change_a_run(whole, train, monkeypatch):
     split = train("split", "train.grad_accum_steps=4", "data.num_workers=1")
     # The 4 losses are summed in another order. Over 6 steps, this changes a few units in the last place.
     assert losses(split) == pytest.approx(losses(whole), rel=1e-5)
+    calls, forward = [], DiTBlock.forward
+    monkeypatch.setattr(DiTBlock, "forward", lambda self, *args, **kwargs: calls.append(1) or forward(self, *args, **kwargs))
     recomputed = train("recomputed", "train.activation_checkpointing=blocks")
-    assert losses(recomputed) == losses(whole)
+    assert losses(recomputed) == losses(whole) and len(calls) == 6 * 12 * 2  # steps, blocks, and once more for the backward pass
     assert_same_files(whole, recomputed, 6)
 
 
@@ -193,13 +197,31 @@ def test_a_run_records_no_commit_without_a_git_repository_of_its_own_or_if_git_h
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "bin" / "git").chmod(0o755)
+    (tmp_path / ".git").mkdir()  # an empty folder is no repository
+    assert provenance.git_commit() == (None, None)
     with monkeypatch.context() as patch:
-        patch.setattr(provenance, "REPOSITORY", REPOSITORY)
         patch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         start_sec = time.monotonic()
         assert provenance.git_commit() == (None, None) and 1.9 < time.monotonic() - start_sec < 20
-    (tmp_path / ".git").mkdir()  # an empty folder is no repository
-    assert provenance.git_commit() == (None, None)
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is needed")
+def test_a_run_records_the_commit_and_whether_files_were_modified(monkeypatch, tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "message")
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    assert provenance.git_commit() == (git("rev-parse", "HEAD"), False)
+    (tmp_path / "untracked").touch()
+    assert provenance.git_commit()[1] is False
+    (tmp_path / "file").write_text("2")
+    assert provenance.git_commit() == (git("rev-parse", "HEAD"), True)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +244,7 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
     resume.check_resume(tmp_path, checked([*TINY, *harmless]))
     resume.check_resume(tmp_path, checked([*TINY, *harmless, "train.schedule=cosine"]))
     assert caplog.text.count("changed setting: train.num_steps: 6 -> 9") == 1
+    assert "resumed with a changed setting: train.lr: 0.002 -> 1.0" in caplog.text
 
 
 def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
@@ -396,10 +419,12 @@ def test_a_run_warns_before_the_disk_is_full(train, monkeypatch, caplog):
     caplog.set_level("INFO")
     usage = SimpleNamespace(free=1e6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    train("run", "train.num_steps=1", "checkpoint.keep_last=2")
+    run = train("run", "train.num_steps=1", "checkpoint.keep_last=2")
     lines = [record for record in caplog.records if record.message.startswith("disk ")]
     assert [line.levelname for line in lines] == ["INFO", "WARNING"]
-    assert lines[0].message.endswith(" GB each), 0.001 GB free") and "room for only 0 more checkpoints" in lines[1].message
+    size = re.fullmatch(r"disk   up to .* of checkpoints \((\S+) GB each\), 0.001 GB free", lines[0].message)[1]
+    saved = sum(file.stat().st_size for file in folder_of(run, 1).iterdir())
+    assert float(size) == pytest.approx(saved / 1e9, rel=0.05) and "room for only 0 more checkpoints" in lines[1].message
     caplog.clear()
     usage.free = 1e9
     train("other", "train.num_steps=1", "checkpoint.keep_last=2")
@@ -558,6 +583,8 @@ def test_each_evaluation_has_its_own_line_of_metrics_and_a_restart_adds_those_wi
         train("run", *settings, change)
     found = [(r["step"], r["settings"]["num_steps"], r["settings"]["labels"]) for r in metrics(run) if "metrics" in r]
     assert found[4:] == [(2, 2, "random")] * 2 + [(2, 1, "balanced")] * 2
+    distances = [r["metrics"]["fd_digits"] for r in metrics(run) if "metrics" in r]
+    assert distances[2] != distances[6] and distances[3] != distances[7]  # other labels give other images
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -386,13 +386,15 @@ def show_guided(lines: list[dict]) -> None:
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
     columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
     print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
-    times = {(line["arm"], line["seed"]): median(line["steps_per_sec"]) for line in lines if line.get("steps_per_sec")}
+    timed = [line for line in lines if line.get("steps_per_sec")]
+    times = {(line["arm"], line["seed"], line["starts"][-1]["device"]): median(line["steps_per_sec"]) for line in timed}
     rows = []
-    for arm in arms[1:]:
-        ratio = [times["dense", seed] / times[arm, seed] for seed in SEEDS if {("dense", seed), (arm, seed)} <= times.keys()]
-        if ratio:
-            rows.append([f"{arm} / dense", f"{median(ratio):.3f}", f"{min(ratio):.3f} to {max(ratio):.3f}"])
-    print_table(["time of a step", "median over seeds", "lowest and highest"], rows)
+    for arm, device in product(arms[1:], dict.fromkeys(device for *_, device in times)):
+        pairs = [(times.get(("dense", seed, device)), times.get((arm, seed, device))) for seed in SEEDS]
+        if ratio := [dense / other for dense, other in pairs if dense and other]:
+            spread = f"{min(ratio):.3f} to {max(ratio):.3f}"
+            rows.append([f"{arm} / dense, {device}", str(len(ratio)), f"{median(ratio):.3f}", spread])
+    print_table(["time of a step", "seeds", "median", "lowest and highest"], rows)
 
 
 def leave_one_out(lines: list[dict]) -> list[list[str]]:
