@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """If `what` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs."""
+    """If `what` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs.
+
+    Call this function before `compile_network`, so that the compiled block contains the recomputation. Outside of it, Python would
+    handle every stored tensor, and call the compiled block a second time in the backward pass.
+    """
     if what == "blocks":
         for block in net.blocks:  # blocks use no random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -41,10 +45,7 @@ def resolve_compile(mode: str, device: torch.device) -> str:
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
-    """Compile every block if `mode` is `blocks`. Blocks that receive the same number of tokens share their compiled code.
-
-    Call this function before `checkpoint_activations`.
-    """
+    """Compile every block if `mode` is `blocks`. Blocks that receive the same number of tokens share their compiled code."""
     if mode == "none":
         return
     # All networks in a process share the compiled DiTBlock.forward variants. Training needs dense, routed and float32 variants.

@@ -43,8 +43,8 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
     if torch._functorch.config.activation_memory_budget != train.activation_memory_budget:
         torch._functorch.config.activation_memory_budget = train.activation_memory_budget
         torch.compiler.reset()
-    compile_network(net, resolve_compile(train.compile, device))
     checkpoint_activations(net, train.activation_checkpointing)
+    compile_network(net, resolve_compile(train.compile, device))
     # Use one gradient bucket per block (91 MiB for DiT-XL/2), but at least DDP's default of 25 MiB. DDP reduces each full bucket
     # during the backward pass, except the last bucket. DDP adds gradients until a bucket reaches the size limit, so the limit is
     # rounded down. Storing gradients as views of the buckets avoids a copy.
