@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def checkpoint_activations(net: dit.DiT, what: str) -> None:
     """If `what` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs.
 
-    Call this function before `compile_network`, so that the compiled block contains the recomputation. Outside of it, Python would
+    Call this function before `compile_network`, so that the compiled block contains the recomputation. Otherwise, Python would
     handle every stored tensor, and call the compiled block a second time in the backward pass.
     """
     if what == "blocks":
