@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.randomness import SampleRandom
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter
+from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, uniform_noise
 
 # Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -297,7 +297,7 @@ class DiT(nn.Module):
         if route_noise is not None and route_noise.shape != shape:
             raise ValueError(f"route_noise has shape {tuple(route_noise.shape)}; these latents, routes and tokens need {shape}")
         if self.training and drop_labels is None and self.class_dropout > 0:
-            drop_labels = torch.rand(len(y), device=y.device, generator=generator) < self.class_dropout
+            drop_labels = uniform_noise(len(y), device=y.device, generator=generator) < self.class_dropout
 
         h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)

@@ -62,6 +62,11 @@ def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse:
 SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance": importance_scores}
 
 
+def uniform_noise(*shape: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """Call torch.rand. In code that torch.compile traces, it takes no `generator`, even None, with sizes that change."""
+    return torch.rand(*shape, device=device, **({} if generator is None else {"generator": generator}))
+
+
 def num_kept_tokens(num_tokens: int, selection_ratio: float) -> int:
     """Return K = N - int(N * selection_ratio), the number of kept tokens. K is 0 only if the ratio is 1."""
     _check_ratio("selection_ratio", selection_ratio)
@@ -138,7 +143,7 @@ class TokenRouter:
         """
         B, N = x.shape[:2]
         if noise is None:
-            noise = torch.rand(B, N, device=x.device, generator=generator)
+            noise = uniform_noise(B, N, device=x.device, generator=generator)
         elif noise.shape != (B, N):
             raise ValueError(f"noise has shape {tuple(noise.shape)}, the tokens need {(B, N)}")
         return TokenRouter.keep_highest(rule, x, noise, num_kept_tokens(N, selection_ratio))

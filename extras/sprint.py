@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dit
 from common.randomness import SampleRandom
 from extras import lightningdit
-from routing_module import SelectionRule, TokenRouter
+from routing_module import SelectionRule, TokenRouter, uniform_noise
 
 
 def grid_rule(rows: int, columns: int) -> SelectionRule:
@@ -93,7 +93,7 @@ class FusedRoutes:
         if drop_paths is not None and drop_paths.shape != x.shape[:1]:  # a scalar would broadcast over the batch
             raise ValueError(f"drop_paths has shape {tuple(drop_paths.shape)}; {len(x)} latents need {(len(x),)}")
         if self.training and drop_paths is None and self.path_drop > 0:
-            drop_paths = torch.rand(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
+            drop_paths = uniform_noise(len(y), device=y.device, generator=inputs.get("generator")) < self.path_drop
         return super().forward(x, t, y, route_inputs=drop_paths, **inputs)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:

@@ -44,6 +44,38 @@ def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own
     assert difference(results[1], results[0]) < TOLERANCE
 
 
+def test_a_checkpoint_around_the_whole_network_routes_the_subset_of_its_own_pass():
+    case, network = NETWORKS["PixArt"], build("PixArt")
+    x, results = case.inputs(False)["hidden_states"], []
+    for checkpointed in (False, True):
+        attachment = attach(network, ROUTES, selection="importance", generator=generator(5))
+        with torch.no_grad():
+            call(network.eval(), case.inputs(False))  # the plan of this pass is dense
+        network.train()
+        outputs, kept = [], []
+        for scale in (1, 2):
+            args = (lambda x: call(network, case.inputs(False) | {"hidden_states": x}), scale * x)
+            outputs.append(attachment.checkpoint(*args) if checkpointed else args[0](args[1]))
+            kept.append(attachment.ids_keep)
+        sum((i + 1) * output.square().mean() for i, output in enumerate(outputs)).backward()
+        grads = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+        network.zero_grad(set_to_none=True)
+        results.append((torch.cat(outputs).detach(), grads, kept))
+        attachment.detach()
+    assert difference(results[1][:2], results[0][:2]) < TOLERANCE
+    assert all(torch.equal(a, b) for one, two in zip(results[0][2], results[1][2]) for a, b in zip(one, two))
+
+
+def test_an_embedding_in_another_mode_than_the_network_does_not_decide_whether_it_routes():
+    network, inputs = build("Flux").eval(), NETWORKS["Flux"].inputs(False)
+    network.add_adapter(peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "x_embedder"]))
+    dense, attachment = call(network, inputs), attach(network, ROUTES)
+    assert network.x_embedder.training  # as peft's layers are at first
+    assert torch.equal(call(network, inputs), dense) and attachment.ids_keep == (None, None)
+    call(network.train(), inputs)
+    assert None not in attachment.ids_keep
+
+
 def test_dropout_of_a_checkpointed_pass_is_the_same_when_it_is_recomputed():
     network, inputs = build("diffusers DiT", dropout=0.3), NETWORKS["diffusers DiT"].inputs(False)
     attachment = attach(network, ROUTES, selection="importance")
@@ -102,10 +134,27 @@ def test_checkpointed_and_single_blocks_compile():
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         assert difference(run(torch.compile(network, fullgraph=True, backend="eager"), inputs), expected) < TOLERANCE
     network.disable_gradient_checkpointing()
+    torch.manual_seed(3)
+    passes = two_passes(network, inputs, inputs)
     network.compile_repeated_blocks(fullgraph=True, backend="eager")
     for _ in range(2):
         torch.manual_seed(3)
         assert difference(run(network, inputs), expected) < TOLERANCE
+    network.enable_gradient_checkpointing(attachment.checkpoint)  # around blocks that are compiled
+    torch.manual_seed(3)
+    assert difference(two_passes(network, inputs, inputs), passes) < TOLERANCE
+
+
+def test_a_compiled_network_takes_batches_of_several_sizes():
+    network, inputs = build("DiT", depth=2), NETWORKS["DiT"].inputs(False)
+    attach(network, BOTH)
+    compiled = torch.compile(network, backend="eager")
+    for size in (3, 2, 1):
+        fewer = {name: x[:size] if isinstance(x, torch.Tensor) and len(x) == B else x for name, x in inputs.items()}
+        torch.manual_seed(3)
+        expected = call(network, fewer)
+        torch.manual_seed(3)
+        assert torch.allclose(call(compiled, fewer), expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["Flux", "Wan"])

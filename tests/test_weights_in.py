@@ -300,12 +300,14 @@ def test_a_label_table_without_a_null_class_imports_and_is_not_guided(
         ("sit", {"path_type": "GVP", "prediction": "velocity"}, "path_type=GVP; only linear can be sampled"),
         ("sit", {"path_type": "Linear", "prediction": "noise"}, "prediction=noise; only v or velocity can be sampled"),
         ("repa", {"path_type": "cosine", "prediction": "v"}, "path_type=cosine"),
+        ("lightningdit", {"path_type": "GVP", "prediction": "velocity"}, "path_type=GVP"),
         ("sit", {"path_type": "Linear", "prediction": "velocity"}, None),
         ("repa", {"path_type": "linear", "prediction": "v"}, None),
     ],
 )
 def test_weights_of_another_path_or_prediction_are_refused(import_file, kind, arguments, refused):
-    content = {"model": dit_weights(), "args": argparse.Namespace(**arguments)}
+    stored = {"config": {"transport": arguments}} if kind == "lightningdit" else {"args": argparse.Namespace(**arguments)}
+    content = {"model": dit_weights()} | stored
     if refused is None:
         import_file(content, kind, **PIXELS)
     else:

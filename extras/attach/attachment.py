@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, find_adapter
 from extras.attach.hooks import BlockHooks, ForwardPlan, argument_names
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_scores
+from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_noise, uniform_scores
 
 # Maps the name of each wrapper class to the attribute that contains the wrapped module.
 WRAPPED = {
@@ -40,7 +40,8 @@ class Attachment:
         self.adapter, self.rule, self.generator = adapter, rule, generator
         self.forced_ratios: tuple[float, ...] | None = None  # set inside `routed()`
         self.plan: ForwardPlan | None = None  # plan of the latest forward pass, None until the embedding runs
-        self.recomputed_plan: ForwardPlan | None = None  # set while a block runs in `checkpoint()`
+        self.recomputed_plan: ForwardPlan | None = None  # set while `checkpoint()` recomputes
+        self.is_training = False  # whether the network is in training mode in the latest forward pass
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -87,15 +88,19 @@ class Attachment:
         """Run gradient checkpointing, and recompute each block with the same tokens as in its forward pass.
 
         With diffusers, call `network.enable_gradient_checkpointing(attachment.checkpoint)`. Any other checkpoint function causes
-        a RuntimeError in the backward pass. With torch.compile, set
+        a RuntimeError in the backward pass, or wrong gradients if it is called around compiled blocks. With torch.compile, set
         `torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True`.
         """
         if torch.compiler.is_compiling():  # compiled code recomputes from the tensors that it saved
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        plan = self.plan
+        plans = []  # the plan of the forward pass, which `function` may create itself
 
         def run(*args, **kwargs):
-            before, self.recomputed_plan = self.recomputed_plan, plan
+            if not plans:
+                output = function(*args, **kwargs)
+                plans.append(self.plan if self.recomputed_plan is None else self.recomputed_plan)
+                return output
+            before, self.recomputed_plan = self.recomputed_plan, plans[0]
             try:
                 return function(*args, **kwargs)
             finally:
@@ -111,7 +116,7 @@ class Attachment:
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
         """Network pre-hook: reset the plan, so that blocks raise an error if the embedding hook does not create a new plan."""
-        self.plan = None
+        self.plan, self.is_training = None, module.training  # peft's layer on an embedding can be in another mode
 
     def _make_plan(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook at `Adapter.tokens_from`: create the plan of the forward pass, and draw all random numbers that its routes need.
@@ -119,14 +124,14 @@ class Attachment:
         Drawing random numbers in a checkpointed block could change the block's dropout masks during recomputation.
         """
         self.plan = ForwardPlan()
-        if self.forced_ratios is None and not (module.training and torch.is_grad_enabled()):
+        if self.forced_ratios is None and not (self.is_training and torch.is_grad_enabled()):
             return
         image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
         ratios = self.router.selection_ratios() if self.forced_ratios is None else self.forced_ratios
         num_kept = tuple(num_kept_tokens(image.num_tokens, ratio) for ratio in ratios)
         self.plan = plan = ForwardPlan(image, num_kept, in_evaluation=self.forced_ratios is not None)
         for i in filter(plan.is_active, range(len(ratios))):
-            plan.uniform[i] = torch.rand(image.batch, image.num_tokens, device=image.device, generator=self.generator)
+            plan.uniform[i] = uniform_noise(image.batch, image.num_tokens, device=image.device, generator=self.generator)
             if self.rule is uniform_scores:
                 self.choose_ids_keep(plan, i)
 
@@ -137,11 +142,10 @@ class Attachment:
 
     def find_plan(self, layer: int) -> ForwardPlan:
         """Return the plan of a block's forward pass, even if a backward pass recomputes the block."""
-        if not torch.compiler.is_compiling():
-            if self.recomputed_plan is not None:
-                return self.recomputed_plan
-            if torch._C._current_graph_task_id() != -1:  # a backward pass is running
-                raise RuntimeError(f"the backward pass recomputes block {layer}; checkpoint blocks with attachment.checkpoint")
+        if self.recomputed_plan is not None:
+            return self.recomputed_plan
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # a backward pass is running
+            raise RuntimeError(f"the backward pass recomputes block {layer}; checkpoint blocks with attachment.checkpoint")
         if self.plan is None:
             reason = f"block {layer} runs, but {self.adapter.tokens_from!r} did not run before it"
             raise RuntimeError(f"{reason}; if it was replaced after attach(), detach() and attach() again")

@@ -46,10 +46,12 @@ def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     arguments = content.get("args")
     arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
     arguments = arguments if isinstance(arguments, dict) else {}
-    # SiT and REPA can train other paths and predictions with networks of the same shapes.
+    config = content.get("config")  # of LightningDiT
+    transport = config.get("transport") if isinstance(config, dict) else None
+    # SiT, REPA and LightningDiT can train other paths and predictions with networks of the same shapes.
     for name, accepted in (("path_type", ("linear",)), ("prediction", ("v", "velocity"))):
-        value = arguments.get(name)
-        if kind in ("sit", "repa") and value is not None and str(value).lower() not in accepted:
+        value = arguments.get(name, transport.get(name) if isinstance(transport, dict) else None)
+        if kind in ("sit", "repa", "lightningdit") and value is not None and str(value).lower() not in accepted:
             raise UserError(f"{file} was trained with {name}={value}; only {' or '.join(accepted)} can be sampled")
     num_classes = arguments.get("num_classes")
     return _plain_names(file, model), _plain_names(file, ema), step, num_classes if type(num_classes) is int else None
