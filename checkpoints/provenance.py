@@ -28,7 +28,7 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
         "step": step,
         "resumed": resumed,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(command()),
+        "command": shlex.join(command_of_run()),
         "commit": commit,
         "modified": modified,
         "device": device_name(accelerator.device),
@@ -38,7 +38,7 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
     }
 
 
-def command() -> list[str]:
+def command_of_run() -> list[str]:
     """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         hydra = HydraConfig.get()

@@ -17,7 +17,16 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from common.errors import InUse, UserError
-from common.files import append_line, hash_bytes, lock_file, read_lines, refuse_link, regular_file, write_atomically
+from common.files import (
+    append_line,
+    hash_bytes,
+    is_leftover,
+    lock_file,
+    read_lines,
+    refuse_link,
+    regular_file,
+    write_atomically,
+)
 from common.types import FiniteFloat
 from configs.settings import validate
 from evaluations.metrics import standard_error
@@ -127,7 +136,12 @@ class Results:
 
         This is not the folder's .lock, which a trainer or sample.py may hold for long.
         """
-        return lock_file(refuse_link(self.folder / CLAIMS) / "results", "writing to", "output", blocking=True)
+        lock = lock_file(refuse_link(self.folder / CLAIMS) / ".lock", "writing to", "output", blocking=True)
+        for path in self.folder.glob(".tmp_*_results.*"):  # of a process that was killed
+            if is_leftover(path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return lock
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
         """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""

@@ -199,7 +199,7 @@ def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
     ours.release()
     assert theirs.claim(third) == "ours"
     theirs.release()
-    assert [file.name for file in (tmp_path / ".evaluating").iterdir()] == ["results"]
+    assert [file.name for file in (tmp_path / ".evaluating").iterdir()] == [".lock"]
 
 
 def test_a_result_that_cannot_be_stored_leaves_the_point_to_other_processes_and_ends_the_command(edm, fid, monkeypatch, tmp_path):
@@ -215,7 +215,7 @@ def test_a_result_that_cannot_be_stored_leaves_the_point_to_other_processes_and_
     monkeypatch.setattr(points, "WAIT_SEC", 0.01)
     with pytest.raises(UserError, match="the disk is full"):
         fid("out", f"checkpoints={edm}")
-    assert [*(tmp_path / "out" / ".evaluating").iterdir()] == [tmp_path / "out" / ".evaluating" / "results"]
+    assert [*(tmp_path / "out" / ".evaluating").iterdir()] == [tmp_path / "out" / ".evaluating" / ".lock"]
 
 
 def test_a_folder_that_a_trainer_locks_can_take_results(edm, fid, tmp_path):
