@@ -35,7 +35,7 @@ from extras.benchmarks.contrasts import (
     print_table,
 )
 from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import draw_guided, ema_hashes, show_guided
+from extras.benchmarks.guided import complete_lines, draw_guided, ema_hashes, show_guided
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
@@ -66,7 +66,8 @@ def evidence(
         show_guided(in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
-        draw_guided(in_equal_time, Path(pictures))
+        if complete_lines(in_equal_time):
+            draw_guided(in_equal_time, Path(pictures))
 
 
 def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:
