@@ -156,8 +156,9 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
                 raise UserError(
                     "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
                 )
-            # The working directory may have changed since (hydra.job.chdir).
-            reserve_name(settings, Path(context.runtime.cwd, context.sweep.dir), " ".join(arguments))
+            if os.environ.get("RANK", "0") == "0":  # the mark in BEGAN differs between processes of accelerate launch
+                # The working directory may have changed since (hydra.job.chdir).
+                reserve_name(settings, Path(context.runtime.cwd, context.sweep.dir), " ".join(arguments))
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
