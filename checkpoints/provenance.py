@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 
 from common.files import REPOSITORY
+from configs.compose import job_overrides
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 
@@ -41,8 +41,7 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
 def command_of_run() -> list[str]:
     """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        hydra = HydraConfig.get()
-        return ["python", f"{hydra.job.name}.py", *OmegaConf.to_container(hydra.overrides.task, resolve=False)]
+        return ["python", f"{HydraConfig.get().job.name}.py", *job_overrides()]
     return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]
 
 

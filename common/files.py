@@ -22,7 +22,6 @@ from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
 from common.errors import InUse, UserError, as_user_error, first_line
-from common.progress import log_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +138,7 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
     except OSError as e:
         raise UserError(f"cannot write to {folder}: {describe_write_error(path, e)}") from e
     try:
-        with log_if_slow(log, "waiting for another process that is %s %s", activity, folder):
-            is_locked = lock_descriptor(file.fileno(), blocking=blocking)
+        is_locked = lock_descriptor(file.fileno(), blocking=blocking)
     except OSError as e:
         _warn_without_locks(folder, e.strerror)
         return file

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -38,45 +38,57 @@ def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
     """
     images, unread, others, problems = [], [], Counter(), {}
     unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
+    for name, entry in walk(folder, problems):
+        suffix = os.path.splitext(name)[1].lower()
+        if suffix in SUFFIXES:
+            images.append(name)
+            if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
+                problems[name] = f"cannot be read: {NOT_A_FILE}"
+        elif is_broken_link(entry):  # it may stand for a folder
+            problems[name] = "is a broken link"
+        elif suffix in unread_suffixes:
+            unread.append(name)
+        else:
+            others[suffix or "no suffix"] += 1
+    described = {name: f"{name or str(folder)[:200]} {problems[name]}" for name in sorted(problems)}
+    if faults is not None:
+        faults.update(described)
+    elif described:
+        raise UserError(f"{folder}: {list_faults([*described.values()], 'repair or remove {}')}")
+    return Listing(sorted(images), sorted(unread), others)
+
+
+def walk(folder: Path, problems: dict[str, str]) -> Iterator[tuple[str, os.DirEntry]]:
+    """Yield (relative path, entry) for everything below `folder` that is not a folder, in any order.
+
+    The walk follows links to folders and skips hidden names. It adds {relative path: what is wrong} to `problems` for each link
+    to a folder that contains the link, and for each folder that cannot be read.
+    """
     folders: list[tuple[str, frozenset]] = [("", frozenset())]  # relative path, and identities of the folder's parents
     while folders:
         parent, identities = folders.pop()
         try:
             status = os.stat(folder / parent)
             if (identity := (status.st_dev, status.st_ino)) in identities:
-                problems[parent[:-1]] = f"{parent[:-1]} is a link to a folder that contains it"
+                problems[parent[:-1]] = "is a link to a folder that contains it"
                 continue
             entries = [entry for entry in os.scandir(folder / parent) if not is_hidden(entry.name)]
         except OSError as e:
-            problems[parent[:-1]] = f"{parent[:-1] or folder!s:.200} cannot be read: {e.strerror}"
+            problems[parent[:-1]] = f"cannot be read: {e.strerror}"
             continue
         for entry in entries:
-            name, suffix = parent + entry.name, os.path.splitext(entry.name)[1].lower()
             if os.path.isdir(entry) if entry.is_symlink() else entry.is_dir():
-                folders.append((f"{name}/", identities | {identity}))
-            elif suffix in SUFFIXES:
-                images.append(name)
-                if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
-                    problems[name] = f"{name} cannot be read: {NOT_A_FILE}"
-            elif is_broken_link(folder / name):  # it may stand for a folder
-                problems[name] = f"{name} is a broken link"
-            elif suffix in unread_suffixes:
-                unread.append(name)
+                folders.append((f"{parent}{entry.name}/", identities | {identity}))
             else:
-                others[suffix or "no suffix"] += 1
-    if faults is not None:
-        faults.update(sorted(problems.items()))
-    elif problems:
-        raise UserError(f"{folder}: {list_faults([problems[name] for name in sorted(problems)], 'repair or remove {}')}")
-    return Listing(sorted(images), sorted(unread), others)
+                yield parent + entry.name, entry
 
 
-def is_broken_link(path: Path) -> bool:
-    return path.is_symlink() and not path.exists()
+def is_broken_link(path: Path | os.DirEntry) -> bool:
+    return path.is_symlink() and not os.path.exists(path)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `list_images` skips a name: dot files, macOS's folder in .zip files and drawings by `inspect`."""
+    """Return whether `walk` skips a name: dot files, macOS's folder in .zip files and drawings by `inspect`."""
     return name.startswith(".") or name == "__MACOSX" or re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
 
 

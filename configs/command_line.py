@@ -29,7 +29,7 @@ from pydantic import create_model
 from common.errors import UserError
 from common.files import REPOSITORY, hash_bytes
 from common.progress import log_to_stderr
-from configs.compose import explain, parse_argument
+from configs.compose import explain, job_overrides, parse_argument
 from configs.schema import TrainConfig
 from configs.settings import S, Settings, flatten, has_interpolation, validate
 
@@ -144,8 +144,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     """
     log_to_stderr()
     context = HydraConfig.get()
-    is_sweep = context.mode == RunMode.MULTIRUN
-    arguments = OmegaConf.to_container(context.overrides.task, resolve=False)  # they may contain ${...}
+    arguments, is_sweep = job_overrides(), context.mode == RunMode.MULTIRUN
     launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         if is_connected and launcher != "basic":

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -47,6 +48,11 @@ OmegaConf.register_new_resolver(  # `cfg_scale`, the short form of guidance.cfg_
 OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
+
+
+def job_overrides() -> list[str]:
+    """Return the arguments of the job that Hydra runs, with their interpolations as they were typed."""
+    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 
 def parse_argument(argument: str) -> Override:

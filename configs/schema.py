@@ -375,13 +375,13 @@ class TrainConfig(Settings):
                 known = known.rpartition(".")[0]
             group = key.partition("@")[0]
             is_section = any(x.startswith(f"{group}.") for x in roles)
-            is_own_group = not known and is_default and group not in GROUPS
-            is_own_group &= not is_section or bool("." not in key and typed[key])  # such as +train=slow
+            is_group = not is_section or ("." not in key and typed[key] != "")  # a section's name can be one, as in +train=slow
+            is_own_group = not known and is_default and group not in GROUPS and is_group
             is_own_file = key in GROUPS and is_default and is_own(key, typed[key]) and values.get(f"{key}.name") != typed[key]
             is_compared = known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default
             if is_own_group or is_own_file or is_compared:
-                value = values.get(f"{key}.name" if key in GROUPS and not is_own_file else key, typed[key])
-                value = json.dumps(typed[key] if is_own_file else value).strip('[]{}"/ ')
+                value = typed[key] if is_own_file else values.get(f"{key}.name" if key in GROUPS else key, typed[key])
+                value = json.dumps(value).strip('[]{}"/ ')
                 word = group.replace("/", ".").rpartition(".")[2]
                 parts.append(f"{word}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)

@@ -27,6 +27,7 @@ from common.files import (
     regular_file,
     write_atomically,
 )
+from common.progress import log_if_slow
 from common.types import FiniteFloat
 from configs.settings import validate
 from evaluations.metrics import standard_error
@@ -35,6 +36,8 @@ from evaluations.suite import format_metric
 # Settings that older results do not store, with the values that older versions used. Add a line for each new setting. Guidance
 # and sampler settings need no line, because results store only those that differ from their defaults.
 DEFAULTS = {"labels": "random", "first_seed": 0}
+
+log = logging.getLogger(__name__)
 
 CLAIMS = ".evaluating"  # folder with a locked file for each point that a process evaluates, and one for writing the results
 
@@ -136,7 +139,8 @@ class Results:
 
         This is not the folder's .lock, which a trainer or sample.py may hold for long.
         """
-        lock = lock_file(refuse_link(self.folder / CLAIMS) / ".lock", "writing to", "output", blocking=True)
+        with log_if_slow(log, "waiting for another process that is writing to %s", self.folder):
+            lock = lock_file(refuse_link(self.folder / CLAIMS) / ".lock", "writing to", "output", blocking=True)
         for path in self.folder.glob(".tmp_*_results.*"):  # of a process that was killed
             if is_leftover(path.name):
                 with contextlib.suppress(OSError):

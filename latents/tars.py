@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tarfile
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError, as_user_error
 from common.files import regular_file
-from common.images import is_hidden
+from common.images import walk
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -54,18 +53,12 @@ def list_tars(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    tars: list[Path] = []
-    with as_user_error(path):
-        for folder, subfolders, names in os.walk(path, onerror=_raise, followlinks=True):
-            if os.path.realpath(folder) in map(os.path.realpath, Path(folder).absolute().parents):
-                raise UserError(f"{folder} is a link to a folder that contains it; remove it")
-            subfolders[:] = [name for name in subfolders if not is_hidden(name)]
-            tars += [Path(folder, name) for name in names if TAR_NAME.search(name) and not is_hidden(name)]
-    return sorted(tars)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+    problems: dict[str, str] = {}
+    tars = sorted(path / name for name, entry in walk(path, problems) if TAR_NAME.search(entry.name))
+    if problems:
+        name = min(problems)
+        raise UserError(f"{path / name} {problems[name]}; remove it")
+    return tars
 
 
 def split_names(name: str) -> frozenset[str]:

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
+from configs.compose import job_overrides
 from runtime import processes
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def start_accelerator(
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
     processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
-        processes.check_arguments(OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
+        processes.check_arguments(job_overrides())
     log_to_stderr()
     # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:

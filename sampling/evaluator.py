@@ -73,15 +73,18 @@ def open_on_all_processes(path: str, key: str, **settings) -> ImageSet:
 
     def open_set() -> ImageSet:
         with name_key(key):
-            images = open_image_set(path, **settings)
-        images.quick_fingerprint()  # a folder keeps it for the other processes
+            return open_image_set(path, **settings)
+
+    def open_folder() -> ImageSet:
+        images = open_set()
+        images.quick_fingerprint()  # which the folder keeps for the other processes
         return images
 
     if holds_shards(path) or not Path(path).is_dir():
         images = open_set()
         check_same(images.quick_fingerprint(), key, images.path)
         return images
-    images = on_main(open_set)
+    images = on_main(open_folder)
     some = [images.files[i] for i in np.linspace(0, len(images) - 1, 10).astype(int)]
     check_same([file.stat().st_size if file.is_file() else None for file in some], key, images.path)
     return images

@@ -104,7 +104,6 @@ class PointEvaluator:
         """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
-        in_use: list[int] = []  # points that other processes evaluate, for which we wait at the end
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
         if num_samples < 2 * NUM_GROUPS:
             log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
@@ -121,28 +120,22 @@ class PointEvaluator:
                 results.release(point)
             log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
-        with contextlib.ExitStack() as stack:
-            stack.callback(results.release)
-            thread = stack.enter_context(ThreadPoolExecutor(1))  # computes standard errors while we sample the next point
-            for number, i in enumerate(itertools.chain(missing, in_use), start=1):
+        def claim(point: Point) -> str:
+            raise_errors(future for future in finished if future.done())
+            return results.claim(point)
+
+        def evaluate_free(pending: list[int], thread: ThreadPoolExecutor) -> list[int]:
+            """Evaluate the pending points that no other process evaluates. Return the others."""
+            in_use = []
+            for i in pending:
                 point, recipe = points[i]
-
-                def claim(point: Point = point) -> str:
-                    raise_errors(future for future in finished if future.done())
-                    return results.claim(point)
-
-                # Processes that wait here exchange a message for each attempt, so that no timeout ends them.
-                while (state := on_main(claim)) == "in use" and number > len(missing):
-                    time.sleep(WAIT_SEC)
-                if state == "in use":
-                    log.info("%s: another process is evaluating this point", format_settings(point.display))
+                if (state := on_main(partial(claim, point))) == "in use":
                     in_use.append(i)
                 if state != "ours":
                     continue
+                name = f"point {missing.index(i) + 1} of {len(missing)}"
                 try:
-                    features, labels, cost = self.features(
-                        recipe, num_samples, f"point {min(number, len(missing))} of {len(missing)}"
-                    )
+                    features, labels, cost = self.features(recipe, num_samples, name)
                 except store.CheckpointRemoved as e:
                     # Before the first point, `retry_if_removed` can still choose another checkpoint without repeating work.
                     if (len(self.folders) == 1 and not finished) or self.accelerator.num_processes > 1:
@@ -153,6 +146,18 @@ class PointEvaluator:
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))
+            return in_use
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(results.release)
+            thread = stack.enter_context(ThreadPoolExecutor(1))  # computes standard errors while we sample the next point
+            pending = evaluate_free(missing, thread)
+            for i in pending:
+                log.info("%s: waiting for another process that evaluates this point", format_settings(points[i][0].display))
+            while pending:  # all processes exchange a message for each attempt, so that no timeout ends those that wait
+                if (left := evaluate_free(pending, thread)) == pending:
+                    time.sleep(WAIT_SEC)
+                pending = left
         on_main(lambda: raise_errors(finished))
         return results
 

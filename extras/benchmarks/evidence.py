@@ -66,8 +66,8 @@ def evidence(
         show_guided(in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
-        if complete_lines(in_equal_time):
-            draw_guided(in_equal_time, Path(pictures))
+        if complete := complete_lines(in_equal_time):
+            draw_guided(complete, Path(pictures))
 
 
 def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:

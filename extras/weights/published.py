@@ -48,9 +48,10 @@ def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     arguments = arguments if isinstance(arguments, dict) else {}
     config = content.get("config")  # of LightningDiT
     transport = config.get("transport") if isinstance(config, dict) else None
+    transport = transport if isinstance(transport, dict) else {}
     # SiT, REPA and LightningDiT can train other paths and predictions with networks of the same shapes.
     for name, accepted in (("path_type", ("linear",)), ("prediction", ("v", "velocity"))):
-        value = arguments.get(name, transport.get(name) if isinstance(transport, dict) else None)
+        value = arguments.get(name, transport.get(name))
         if kind in ("sit", "repa", "lightningdit") and value is not None and str(value).lower() not in accepted:
             raise UserError(f"{file} was trained with {name}={value}; only {' or '.join(accepted)} can be sampled")
     num_classes = arguments.get("num_classes")

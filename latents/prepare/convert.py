@@ -94,9 +94,10 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")
-    try:
-        find_weights(autoencoder if (autoencoder or "").startswith("va-vae:") else "none")
-    except UserError as e:
-        log.warning("%s; the shards will name it, and sampling needs it", e)
+    if autoencoder and autoencoder.startswith("va-vae:"):
+        try:
+            find_weights(autoencoder)
+        except UserError as e:
+            log.warning("%s; the shards will name it, and sampling needs it", e)
     mean, std = ([value / scale for value in values] for values in statistics) if statistics else (None, None)
     return ShardInfo(**header, latents_mean=mean, latents_std=std), scale
