@@ -234,6 +234,9 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
     interval = ttest_1samp(full, 0).confidence_interval()
     assert f"({math.exp(interval.low):.2f} to {math.exp(interval.high):.2f})" in primary["1"][2]
     assert "| ratio of distances, routed / dense, unguided, full time | 3 | 1.00 (1.00 to 1.00" in text
+    for time, values in {"full": full, "half": half}.items():
+        name = f"ratio of distances, routed / dense-46, each at its best guidance, {time} time"
+        assert f"| {name} | 3 | {math.exp(np.mean(values)):.2f} (" in text
 
 
 def seed_lines(arm, seed, best_scale=2.0, num_compared=None):

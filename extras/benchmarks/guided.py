@@ -465,9 +465,9 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
         if metric != DISTANCE:
             sides = [find(arm, "full", metric=metric) for arm in ("routed", "dense")]
             secondary.append((f"{title}, routed - dense, each at its best guidance, full time", *difference, sides))
-    for ours, theirs in (("dense-46", "dense"), ("routed", "dense-46")):
-        sides = [find(arm, "full") for arm in (ours, theirs)]
-        secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, full time", *ratio, sides))
+    for (ours, theirs), time in product((("dense-46", "dense"), ("routed", "dense-46")), reversed(TIMES)):
+        sides = [find(arm, time) for arm in (ours, theirs)]
+        secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, {time} time", *ratio, sides))
     secondary.append(("ratio of validation losses, routed / dense, full time", *ratio, [loss("routed"), loss("dense")]))
     found = [(name, text_of, paired(*pairs(transform, *sides))) for name, text_of, transform, sides in secondary]
     return tuple(
