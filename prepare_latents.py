@@ -38,7 +38,14 @@ log = logging.getLogger("prepare_latents")
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
     from latents import autoencoders
-    from latents.prepare.encode import MAY_CHANGE_ON_RESUME, REPAIR_IN_SHARDS, encode_images, open_folder, refuse_faults
+    from latents.prepare.encode import (
+        MAY_CHANGE_ON_RESUME,
+        REPAIR_IN_PART,
+        REPAIR_IN_SHARDS,
+        encode_images,
+        open_folder,
+        refuse_faults,
+    )
     from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
@@ -72,11 +79,13 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
     if cfg.resolution % vae.downsampling:
         raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
-    num_classes = count_classes(source.labels, cfg.num_classes, source.class_names)
+    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
     log.info("%s", describe_classes(source))
-    statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
-    scale_factor = cfg.scale_factor or (1.0 if cfg.normalize or statistics else vae.scale_factor)
-    info = ShardInfo(cfg.kind, scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
+    scale_factor, _, *statistics = vae.scaling
+    if cfg.latents_stats or cfg.normalize or cfg.sigma_data:  # these replace the autoencoder's own statistics
+        statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
+        scale_factor = scale_factor if cfg.sigma_data else 1.0
+    info = ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
     settings |= {} if cfg.value_range is None else {"value_range": cfg.value_range}  # earlier versions had no such setting
@@ -94,8 +103,9 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
     if unreadable:
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "unread": source.unread}
+        repair = REPAIR_IN_SHARDS if cfg.part == "all" else REPAIR_IN_PART
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], repair))
+    entries = {"source": cfg.images, "unread": source.unread, "listing": source.listing}
     processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
     processes.leave()
 

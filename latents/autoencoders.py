@@ -6,13 +6,14 @@ import functools
 import hashlib
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.downloads import fetch_from_hub
 from common.errors import UserError, first_line
-from common.files import read_json
+from common.files import hash_bytes, hash_file, read_json
 from common.progress import log_if_slow
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,20 @@ MAX_ENCODED_PIXELS = 2**22  # the largest encoder activations have 128 channels 
 HUB_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
+class Scaling(NamedTuple):
+    """How an autoencoder's authors scale its latents: (latents - latents_mean) / latents_std * scale_factor."""
+
+    scale_factor: float
+    downsampling: int  # image height divided by latent height
+    latents_mean: list[float] | None = None  # one value per channel, or None for 0
+    latents_std: list[float] | None = None  # one value per channel, or None for 1
+
+
 class Identity:
     """An autoencoder whose latents are the pixels."""
 
-    scale_factor = 1.0  # factor that scales latents before they enter the network
-    downsampling = 1  # image height divided by latent height
+    scaling = Scaling(1.0, 1)
+    downsampling = scaling.downsampling
     channels = 3  # number of latent channels
 
     def fingerprint(self) -> str:
@@ -62,9 +72,8 @@ class KLAutoencoder:
         self.channels = self.vae.config.latent_channels
         if channels not in (None, self.channels):
             raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents have {channels}")
-        if getattr(self.vae.config, "shift_factor", None):
-            raise UserError(f"autoencoder={spec} shifts its latents (shift_factor), which shards cannot store")
-        self.scale_factor, self.downsampling = _scale_and_factor(self.vae.config)
+        self.scaling = _scaling_of(self.vae.config)
+        self.downsampling = self.scaling.downsampling
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -106,19 +115,40 @@ def find_weights(spec: str) -> Path | None:
     return fetch_from_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
-def _scale_and_factor(config: dict) -> tuple[float, int]:
+def hash_local_files(spec: str) -> str | None:
+    """Return a hash of an autoencoder's files if `spec` names a local file or folder, whose content can change, or else None."""
+    source = spec.partition(":")[2]
+    if not source or not (path := Path(source)).exists():
+        return None
+    suffixes = (".json", ".safetensors", ".bin", ".pt")
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
+    return hash_bytes("".join(_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files).encode())
+
+
+@functools.cache
+def _hash_file_once(file: Path, size: int, mtime_ns: int) -> str:
+    return hash_file(file)
+
+
+def _scaling_of(config: dict) -> Scaling:
+    """Read diffusers' configuration of an AutoencoderKL. SD3 and FLUX.1 have a shift_factor, and others a mean per channel."""
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if shift := config.get("shift_factor"):
+        mean = mean or [shift] * config["latent_channels"]
+    if mean or std:
+        mean, std = mean or [0.0] * len(std), std or [1.0] * len(mean)
     # The files of stabilityai/sd-vae-ft-ema, for example, do not store the scale factor, and diffusers uses this default.
-    return float(config.get("scaling_factor", SD_SCALE)), 2 ** (len(config["block_out_channels"]) - 1)
+    return Scaling(float(config.get("scaling_factor", SD_SCALE)), 2 ** (len(config["block_out_channels"]) - 1), mean, std)
 
 
-def known_scale_and_downsampling(spec: str) -> tuple[float, int] | None:
-    """Return an autoencoder's (scale factor, downsampling factor) without loading it, or None if the factors are unknown."""
+def known_scaling(spec: str) -> Scaling | None:
+    """Return how an autoencoder's latents are scaled without loading it, or None if this is unknown."""
     kind, _, source = spec.partition(":")
-    known = {"identity": (Identity.scale_factor, Identity.downsampling), "va-vae": (1.0, 16)}
+    known = {"identity": Identity.scaling, "va-vae": Scaling(1.0, 16)}
     if source in SD_VAES:
-        return SD_SCALE, 8
+        return Scaling(SD_SCALE, 8)
     if kind == "sd-vae" and Path(source).is_dir():
-        return _scale_and_factor(read_json(Path(source) / HUB_FILES[0]))
+        return _scaling_of(read_json(Path(source) / HUB_FILES[0]))
     return known.get(kind)
 
 

@@ -188,6 +188,7 @@ class _Manifest(_Open):
     shards: dict[str, str]
     settings: _EncodeSettings
     class_names: list[str] | None = None
+    listing: str | None = None
     left_out: list[_LeftOut] = []
     notes: dict[str, int] = {}
 
@@ -228,6 +229,7 @@ class LatentDataset:
         has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
         class_names: Class names from the manifest, or None if the class names are unknown.
         settings: Settings of the command that created the shards. The dictionary is empty without a manifest.
+        listing: Hash of all names from which `encode part=` selected the images, or None.
 
     Args:
         path: Folder of shards, or a single shard.
@@ -269,6 +271,7 @@ class LatentDataset:
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = manifest and manifest.get("class_names")
         self.settings: dict = manifest["settings"] if manifest else {}
+        self.listing: str | None = manifest and manifest.get("listing")
         if check_folder and manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
         if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:

@@ -35,15 +35,17 @@ class TarItem:
             return f.read(self.size)
 
 
-def index_tars(path: Path, extensions: tuple[str, ...]) -> list[TarItem]:
+def index_tars(path: Path, extensions: tuple[str, ...], is_labelled: bool = True) -> list[TarItem]:
     """List the members with one of `extensions` in a tar, or in all tars below a folder, sorted by path. Labels are in <key>.cls.
+
+    If `is_labelled` is false, no .cls is read, and all labels are 0.
 
     Raises UserError if a tar is compressed or damaged, or if another tar follows in the same file. Also raises UserError if a key
     contains a dot, if a key has no label, no member or two members, or if a label is not an integer.
     """
     tars = list_tars(path)
     bar = progress_bar(tars, desc="indexing", unit="tars", delay=1, leave=False)
-    return [item for tar in bar for item in _index(tar, extensions)]
+    return [item for tar in bar for item in _index(tar, extensions, is_labelled)]
 
 
 def list_tars(path: Path) -> list[Path]:
@@ -77,10 +79,10 @@ def check_parts(path: Path, remedy: str) -> None:
         raise UserError(f"{path} holds tars of several parts of a data set ({examples}); give a folder with one part, {remedy}")
 
 
-def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
+def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[TarItem]:
     members: dict[str, tuple[str, int, int]] = {}  # maps each key to (name, start, size)
     labels: dict[str, int] = {}
-    known = (*extensions, *LABEL_EXTENSIONS)
+    known = (*extensions, *LABEL_EXTENSIONS) if is_labelled else extensions
     with as_user_error(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(regular_file(file), "r:") as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile would otherwise cache all members, which takes gigabytes for a large tar
@@ -89,7 +91,7 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
             key, extension = folder + slash + stem, extension.lower()
             if extension not in known and extension.endswith(tuple(f".{e}" for e in known)):
                 raise UserError(f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it")
-            if extension in LABEL_EXTENSIONS:
+            if extension in LABEL_EXTENSIONS and is_labelled:
                 labels[key] = int(tar.extractfile(member).read())
             elif extension in extensions:
                 if key in members:
@@ -100,6 +102,6 @@ def _index(file: Path, extensions: tuple[str, ...]) -> list[TarItem]:
     # tarfile treats a damaged header as the end of the archive. The actual end of an archive consists of blocks of zeros.
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")
-    if unpaired := sorted(members.keys() ^ labels.keys()):
+    if is_labelled and (unpaired := sorted(members.keys() ^ labels.keys())):
         raise UserError(f"{file}: the key {unpaired[0]} lacks its .cls, or its member of .{', .'.join(extensions)}")
-    return [TarItem(file, *member, labels[key]) for key, member in members.items()]
+    return [TarItem(file, *member, labels.get(key, 0)) for key, member in members.items()]

@@ -139,6 +139,12 @@ def test_scale_and_resolution_come_from_the_given_autoencoder(tmp_path):
     (tmp_path / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8, 8]}')
     info = convert(tmp_path / "theirs", tmp_path / "unscaled", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
     assert (info.scale_factor, info.resolution) == (0.18215, 64)
+    shifted = {"scaling_factor": 1.5, "shift_factor": 0.25, "latent_channels": 4, "block_out_channels": [8, 8]}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(shifted))
+    info = convert(tmp_path / "theirs", tmp_path / "shifted", f"autoencoder=sd-vae:{tmp_path / 'vae'}").info
+    assert (info.scale_factor, info.latents_mean, info.latents_std) == (1.5, [0.25] * 4, [1.0] * 4)
+    info = convert(tmp_path / "theirs", tmp_path / "raw", f"autoencoder=sd-vae:{tmp_path / 'vae'}", "normalize=false").info
+    assert (info.scale_factor, info.latents_mean, info.latents_std) == (1.5, None, None)
 
 
 def lightningdit_with_statistics(folder, channels=4):

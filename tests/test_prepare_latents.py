@@ -30,7 +30,7 @@ from latents.channel_statistics import are_mirrored
 from latents.prepare.images import describe_classes, open_labelled_images
 from latents.prepare.inspect import SourceImages
 from latents.prepare.write import ShardWriter
-from latents.shards import LatentDataset, ShardInfo, latents_for_network, write_shard
+from latents.shards import LatentDataset, ShardInfo, latents_for_network, normalize_latents, write_shard
 from training import build
 
 RESOLUTION = 32
@@ -119,6 +119,28 @@ def test_encode_measures_mean_and_deviation_of_each_channel_or_reads_those_of_li
     seen = latents_for_network(stored, measured.info, SeedRandom(list(range(40)), torch.device("cpu")))
     assert np.allclose(seen.mean(dim=(0, 2, 3)), 0, atol=0.1) and np.allclose(seen.std(dim=(0, 2, 3)), 1, atol=0.1)
     inspect(tmp_path / "measured", "grid=none", "sigma_data=1")
+
+
+@pytest.mark.parametrize(
+    ("entries", "mean", "std"),
+    [
+        ({"shift_factor": 0.5, "scaling_factor": 1.5}, [0.5] * 4, [1.0] * 4),  # as SD3 and FLUX.1
+        ({"latents_mean": [0, 1, 2, 3], "latents_std": [2, 2, 4, 4], "scaling_factor": 0.5}, [0, 1, 2, 3], [2, 2, 4, 4]),
+    ],
+)
+def test_an_autoencoders_own_statistics_scale_its_latents(images, vae, tmp_path, entries, mean, std):
+    folder = shutil.copytree(vae.removeprefix("sd-vae:"), tmp_path / "vae")
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | entries))
+    shifted = LatentDataset(encode(images, tmp_path / "shifted", f"sd-vae:{folder}"))
+    info, scale = shifted.info, entries["scaling_factor"]
+    assert (info.scale_factor, info.latents_mean, info.latents_std) == (scale, mean, std)
+    expected = -torch.tensor(mean) / torch.tensor(std) * scale
+    assert torch.allclose(normalize_latents(torch.zeros(1, 4, 2, 2), info)[0, :, 0, 0], expected.float())
+    # Other statistics replace them.
+    measured = LatentDataset(encode(images, tmp_path / "measured", f"sd-vae:{folder}", "normalize=true"))
+    scaled = LatentDataset(encode(images, tmp_path / "scaled", f"sd-vae:{folder}", "sigma_data=0.5"))
+    assert measured.info.latents_mean not in (None, mean) and measured.info.scale_factor == 1
+    assert scaled.info.latents_mean is None and scaled.info.scale_factor != scale
 
 
 def test_the_manifest_describes_the_latents(images, vae, encoded):
@@ -523,6 +545,13 @@ def test_images_are_read_from_tars(tmp_path, vae):
         open_labelled_images(tmp_path / "linked")
     one_class = LatentDataset(encode(folder, tmp_path / "one", vae, "labels=none"))
     assert not one_class.labels.any() and one_class.info.num_classes == 1
+    buffer = io.BytesIO()
+    Image.fromarray(expected).save(buffer, "png")
+    write_tar(folder / "2.tar", [("0.png", buffer.getvalue()), ("0.txt", b"a caption"), ("1.png", buffer.getvalue())])
+    with pytest.raises(UserError, match="2.tar: the key 0 lacks its .cls"):
+        open_labelled_images(folder)
+    unlabelled = open_labelled_images(folder, "none")
+    assert unlabelled.labels.tolist() == [0] * 8 and np.array_equal(np.asarray(read_rgb(unlabelled.open(7))[0]), expected)
     write_tar(folder / "2.tar", [("0.png", expected.tobytes()), ("0.cls", b"-1")])
     with pytest.raises(UserError, match="labels run from -1 to 2; they must be from 0 to 999,999"):
         encode(folder, tmp_path / "negative", vae)
@@ -770,7 +799,7 @@ def replace_three(images, folder):
 class Halved:
     """An autoencoder whose latents are the means of 2x2 pixels."""
 
-    scale_factor, downsampling, channels = 1.0, 2, 3
+    scaling, downsampling, channels = autoencoders.Scaling(1.0, 2), 2, 3
 
     def fingerprint(self):
         return "halved"

@@ -136,16 +136,29 @@ def test_another_background_and_training_latents_are_said(tmp_path, caplog):
     assert "1 of the 1 shards of" in caplog.messages[-1] and "a loss on training latents" in caplog.messages[-1]
 
 
-def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path):
+def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path, caplog):
+    tmp_path = tmp_path / "images"
     for i in range(45):
         file = tmp_path / f"class_{i % 2}" / f"{i:02d}.png"
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (i, 0, 0)).save(file)
     (tmp_path / "few").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "few" / "0.png")
     train, validation, everything = (open_labelled_images(tmp_path, part=part) for part in ("train", "validation", "all"))
     assert len(validation) == 2 and not set(train.names) & set(validation.names)
     assert sorted([*train.names, *validation.names]) == sorted(everything.names)
+    folders = {}
+    for part in ("train", "validation"):
+        folders[part] = encode(tmp_path, tmp_path.parent / part, "identity", "resolution=8", "dtype=float32", f"part={part}")
+    keys = ["data=custom", f"data.path={folders['train']}", f"eval.validation={folders['validation']}", "model.backbone=DiT-XS/2"]
+    assert build.open_validation(checked([*KEYS, *keys]), LatentDataset(folders["train"])) is not None and not caplog.messages
+    # A removed image moves later ones to the other part, so that training and validation latents hold the same images.
+    (tmp_path / "class_0" / "00.png").unlink()
+    shutil.rmtree(folders["validation"])
+    encode(tmp_path, folders["validation"], "identity", "resolution=8", "dtype=float32", "part=validation")
+    assert build.open_validation(checked([*KEYS, *keys]), LatentDataset(folders["train"])) is not None
+    assert "part= split other lists of images for them, so both may hold the same images" in caplog.messages[-1]
+    assert validation.all_labels.tolist() == everything.labels.tolist()  # so that both parts have the same number of classes
     with pytest.raises(UserError, match="part=validation takes every 20th image"):
         open_labelled_images(tmp_path / "few", labels="none", part="validation")
     labels = dict(zip(everything.names, everything.labels))

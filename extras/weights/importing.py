@@ -21,7 +21,7 @@ from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors
-from latents.autoencoders import SD_VAE, known_scale_and_downsampling
+from latents.autoencoders import SD_VAE, Scaling, known_scaling
 from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def import_weights(
     if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
         raise UserError(f"{file} has twice as many channels out as in, which fits kind=dit and kind=sit, not kind={kind}")
     autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
-    known = (1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scale_and_downsampling(autoencoder)
-    scale, factor = known or (None, None)
+    known = Scaling(1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scaling(autoencoder)
+    scale, factor, *statistics = known or (None,) * 4
     if None in (scale_factor or scale, resolution or factor):
         raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which its name does not determine")
     data |= {"autoencoder": autoencoder, "scale_factor": scale_factor or scale}
@@ -91,8 +91,11 @@ def import_weights(
         raise UserError(f"resolution={resolution}, but {file} is for {data['input_size']} latents a side, each of {pixels}")
     if kind == "lightningdit" and latents_stats is None:
         raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
-    if latents_stats not in (None, "none"):
-        data["latents_mean"], data["latents_std"] = read_channel_statistics(Path(latents_stats), data["in_channels"])
+    if latents_stats == "none":
+        statistics = None, None
+    elif latents_stats is not None:
+        statistics = read_channel_statistics(Path(latents_stats), data["in_channels"])
+    data["latents_mean"], data["latents_std"] = statistics
     # Use float32, because the published scores also used float32.
     run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
     cfg = build_config(kind, sizes | run)

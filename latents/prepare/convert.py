@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
-from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scale_and_downsampling
+from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
@@ -80,12 +80,15 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
         reason = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
         raise UserError(f"{source.path}: kind=moments, but {reason}, or autoencoder= for an autoencoder with 2 channels")
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
-    scale_factor, factor = known_scale_and_downsampling(autoencoder or "none") or (None, None)
-    statistics = source.channel_statistics if cfg.normalize is None else None
+    scale_factor, factor, *statistics = known_scaling(autoencoder or "none") or (None, None, None, None)
+    if cfg.normalize is not None or source.channel_statistics:  # these replace the autoencoder's own statistics
+        found = source.channel_statistics if cfg.normalize is None else None
+        statistics = [[value / scale for value in values] for values in found] if found else [None, None]
+        scale_factor = 1.0 if found or cfg.normalize else scale_factor
     header = {
         "kind": kind,
         "autoencoder": autoencoder,
-        "scale_factor": cfg.scale_factor or (1.0 if statistics or cfg.normalize else scale_factor),
+        "scale_factor": cfg.scale_factor or scale_factor,
         "resolution": cfg.resolution or (factor and factor * height),
         "num_classes": count_classes(source.labels, cfg.num_classes),
     }
@@ -99,5 +102,4 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
             find_weights(autoencoder)
         except UserError as e:
             log.warning("%s; the shards will name it, and sampling needs it", e)
-    mean, std = ([value / scale for value in values] for values in statistics) if statistics else (None, None)
-    return ShardInfo(**header, latents_mean=mean, latents_std=std), scale
+    return ShardInfo(**header, latents_mean=statistics[0], latents_std=statistics[1]), scale

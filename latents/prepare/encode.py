@@ -70,8 +70,9 @@ class EncodeConfig:
 MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
 MAY_CHANGE_ON_RESUME |= {"scale_factor", "value_range"}
 REPAIR = "repair or remove {}, or set on_error=skip"
-# After shards are made, a removed image would move all later ones to other places in the shards.
+# After shards are made, a removed image would move all later ones to other places in the shards, and to other parts.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
+REPAIR_IN_PART = REPAIR_IN_SHARDS.removesuffix(")") + ", and part=train and part=validation need to be encoded again)"
 NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
 
 

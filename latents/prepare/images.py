@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
 from common.errors import UserError
+from common.files import hash_bytes
 from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_broken_link, is_hidden, list_images, read_rgb
 from latents.shards import MAX_CLASSES, evenly_spaced_items
 from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars, split_names
@@ -88,16 +89,19 @@ class LabelledImages:
     Attributes:
         names: Image paths relative to `path`.
         labels: Class labels [N] in int64.
+        all_labels: The labels of all images from which `keep` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
         unread: Image files in the folder whose format `encode` does not support.
         faults: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
+        listing: Hash of all names from which the images of a part were selected, or None if all images are used.
     """
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
         self.path, self.names, self.class_names = path, names, class_names
-        self.labels = np.asarray(labels, dtype=np.int64)
+        self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
         self.unread: list[str] = []
         self.faults: dict[str, str] = {}
+        self.listing: str | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -134,10 +138,13 @@ class LabelledImages:
 
 
 class TarImages(LabelledImages):
-    """Images `<key>.jpg` (or another format) and text labels `<key>.cls` in WebDataset tars, which are read without unpacking."""
+    """Images `<key>.jpg` (or another format) and text labels `<key>.cls` in WebDataset tars, which are read without unpacking.
 
-    def __init__(self, path: Path):
-        self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES))
+    If `is_labelled` is false, all labels are 0, and the tars need no `.cls`.
+    """
+
+    def __init__(self, path: Path, is_labelled: bool = True):
+        self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
         super().__init__(path, [f"{item.file.name}/{item.name}" for item in self.items], [item.label for item in self.items])
 
     def keep(self, numbers: Sequence[int]) -> None:
@@ -177,7 +184,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     if not names:
         if labels == "auto":
             check_parts(path, "or set labels=first_level to use all")
-        images = TarImages(path)
+        images = TarImages(path, labels != "none")
     elif labels == "none":
         images = LabelledImages(path, names, [0] * len(names))
     elif (path / "dataset.json").is_file():
@@ -186,8 +193,6 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
         images = _label_by_folder(path, names, labels, faults)
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
-    if labels == "none":
-        images.labels[:] = 0
     if unread:
         counts = _count(Path(name).suffix.lower() for name in unread)
         reads = ", ".join(SUFFIXES)
@@ -196,6 +201,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
         log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
     images.unread, images.faults = unread, faults
     if part != "all":
+        images.listing = hash_bytes("\0".join(images.names).encode(errors="surrogateescape"))
         images.keep([i for i in range(len(images)) if (i % VALIDATION_STRIDE == VALIDATION_STRIDE - 1) == (part == "validation")])
         if not len(images):
             raise UserError(f"images={path}: part=validation takes every {VALIDATION_STRIDE}th image, but there are fewer")
