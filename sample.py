@@ -174,6 +174,7 @@ def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
         guidance=recipe.guidance.model_copy(update={"checkpoint": "as above"}) if has_weak else recipe.guidance,
         sampler=vars(recipe.diffusion.sampler),
         precision=recipe.precision,
+        autoencoder_hash=recipe.autoencoder_hash,
     )
 
 
@@ -181,7 +182,10 @@ def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
     """Read a folder's settings.yaml. Settings that it lacks have their defaults, which earlier versions used."""
     source = f"{folder / 'settings.yaml'} (choose another output=...)"
     stored = read_stored(read_yaml(folder / "settings.yaml", source), ImageSettings, source)
-    return stored.model_copy(update={"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler})
+    update = {"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler}
+    if stored.autoencoder_hash is None:  # earlier versions did not store it
+        update["autoencoder_hash"] = recipe.autoencoder_hash
+    return stored.model_copy(update=update)
 
 
 def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) -> Path:

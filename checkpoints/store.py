@@ -99,12 +99,15 @@ def list_steps(root: Path) -> dict[int, Path]:
 def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
     """Save `checkpoint` in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
 
+    If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
+
     Raises UserError if writing fails, for example because the disk is full. Earlier checkpoints then remain intact.
     """
     final = root / folder_name(checkpoint.step)
     temporary = root / f".tmp_{final.name}"
     try:
         remove_leftovers(root)
+        _delete_old(root, keep_last, keep_every)
         temporary.mkdir(parents=True)
         _write_files(temporary, checkpoint)
         if final.exists():  # the run resumed from an earlier step and replaces this folder
@@ -116,12 +119,17 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
         problem = describe_write_error(final, e, checkpoint.num_bytes)
         raise UserError(f"cannot write the checkpoint {final}: {problem}; intact before it: {kept}") from e
+    _delete_old(root, keep_last, keep_every)
+    return final
+
+
+def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
+    """Delete all checkpoints except the newest keep_last and multiples of keep_every steps."""
     for step, path in list(list_steps(root).items())[:-keep_last]:
         if not (keep_every and step % keep_every == 0):
             with contextlib.suppress(OSError):  # the next save tries again to delete the folder
                 # Rename the folder first, because a partly deleted checkpoint must not look complete.
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
-    return final
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
@@ -282,9 +290,10 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
 def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
     """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile.
 
-    `reads` lists the files that must be intact (see `verify`).
+    Damaged checkpoints are left out with a warning, unless all are damaged. Raises UserError on disk errors. `reads` lists the
+    files that must be intact (see `verify`).
     """
-    intact = []
+    intact, problems = [], []
     for path in list_steps(root).values():
         try:
             with reading(path):
@@ -292,6 +301,14 @@ def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
             intact.append(path)
         except CheckpointRemoved as e:
             log.warning("%s; it is left out", e)
+        except UserError as e:
+            if isinstance(e.__cause__, OSError):
+                raise
+            problems.append(e)
+    if problems and not intact:
+        raise problems[0]
+    for problem in problems:
+        log.warning("%s; it is left out", problem)
     return intact
 
 

@@ -262,7 +262,7 @@ class Train(Settings):
 class CheckpointSettings(Settings):
     every: PositiveInt | None
     keep_last: PositiveInt
-    keep_every: NonNegativeInt
+    keep_every: NonNegativeInt | None
 
 
 class Sample(Settings):
@@ -349,7 +349,7 @@ class TrainConfig(Settings):
         """Whether the run evaluates samples or the validation loss. With data=custom, eval.every may be None until the start."""
         return bool(self.evaluation.reference or self.eval.validation) if self.eval.every is None else self.eval.every > 0
 
-    def named(self, overrides: Sequence[str]) -> TrainConfig:
+    def named(self, overrides: Sequence[str], config_name: str = "config") -> TrainConfig:
         """Append the overridden keys and their values to the default run name, unless the user set a name.
 
         The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
@@ -357,16 +357,18 @@ class TrainConfig(Settings):
         earlier versions. The user's own config groups, such as +recipe=slow, are added to a default name. So are the user's own
         files in our groups, unless their settings have the file's name. Names longer than MAX_NAME_LENGTH get a hash.
 
-        Raises UserError if an experiment of the user's own sets no name.
+        Raises UserError if an experiment or a primary configuration (`config_name`) of the user's own sets no name.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
         has_default = self.name == f"{self.data.name}_{self.model.name}"
-        if "experiment" in typed and has_default and self.experiment is None:
+        own = [f"experiment={typed['experiment']}"] if "experiment" in typed and self.experiment is None else []
+        own += [f"--config-name={config_name}"] if config_name != "config" and self.experiment is None else []
+        if own and has_default:
             remedy = f"set name there, or name=... in the command (name={self.name} continues a run of earlier versions)"
-            raise UserError(f"experiment={typed['experiment']} sets no name, and would share the folder of other runs; {remedy}")
+            raise UserError(f"{own[0]} sets no name, and would share the folder of other runs; {remedy}")
         is_default = "experiment" in typed or has_default
         values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
@@ -452,6 +454,7 @@ class ImageSettings(Settings):
     guidance: Guidance
     sampler: dict[str, Any]
     precision: Precision
+    autoencoder_hash: str | None = None  # hash of its files if they are local
 
 
 def combinations(chosen_from: dict) -> list[dict]:

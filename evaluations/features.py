@@ -84,6 +84,21 @@ class Detector(Protocol):
         ...
 
 
+def stored_statistics(images: ImageSet, detector: Detector) -> dict[str, Statistics]:
+    """Return the statistics of a detector's features that a file of images stores, by layer.
+
+    Statistics in ADM's format belong to the published Inception. They are left out for an Inception with other weights, and the
+    function raises UserError if the file has no images from which to compute others.
+    """
+    found = images.statistics.get(detector.name, {})
+    if not found or getattr(detector, "has_published_weights", True):
+        return found
+    if not len(images):
+        reason = f"which evaluation.detector_weights replaces (SHA-256 {detector.weights_hash[:8]}...)"
+        raise UserError(f"{images.path} holds only statistics of the published {detector.name}, {reason}; give images")
+    return {}
+
+
 def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Copy uint8 images [N, H, W, 3] to the device."""
     x = torch.as_tensor(images)

@@ -70,7 +70,8 @@ class InceptionDetector:
             outputs = ["2048", "logits_unbiased"]
             self._net = FeatureExtractorInceptionV3(self.name, outputs, feature_extractor_weights_path=copy)
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        if not sha256.startswith(WEIGHTS_SHA256):
+        self.has_published_weights = sha256.startswith(WEIGHTS_SHA256)
+        if not self.has_published_weights:
             log.warning("%s is not the published Inception (SHA-256 %s...): do not compare with papers", file, sha256[:8])
         # TensorFlow's mixed_6/conv is the output (after the ReLU) of the 1x1 branch in the block that PyTorch calls Mixed_6d.
         self._net.Mixed_6d.branch1x1.register_forward_hook(self._store_spatial)

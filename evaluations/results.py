@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import logging
 import os
@@ -36,6 +37,9 @@ from evaluations.suite import format_metric
 # Settings that older results do not store, with the values that older versions used. Add a line for each new setting. Guidance
 # and sampler settings need no line, because results store only those that differ from their defaults.
 DEFAULTS = {"labels": "random", "first_seed": 0}
+
+# Hashes in results.jsonl that results.csv contains, and the other tables only where lines would look the same.
+HASHES = ("reference_hash", "content", "autoencoder_hash", "detector_weights", "dinov2_weights")
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class Results:
     Args:
         shared: Settings that all points share, such as the number of samples, the detector and the reference.
         shared_display: These settings as displayed in tables, which results.jsonl stores as `about`. Tables omit the
-            reference's `quick_fingerprint` in `reference_hash`.
+            reference's `quick_fingerprint` in `reference_hash`, unless lines differ in nothing else.
     """
 
     def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None):
@@ -105,7 +109,12 @@ class Results:
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
         key = self._key(point)
-        return next((line for line in self.lines if without_defaults(without_paths(line["point"])) == key), None)
+        older = {name: value for name, value in key.items() if name != "autoencoder_hash"}  # earlier versions do not store it
+
+        def is_same(settings: dict) -> bool:
+            return settings == (key if "autoencoder_hash" in settings else older)
+
+        return next((line for line in self.lines if is_same(without_defaults(without_paths(line["point"])))), None)
 
     def claim(self, point: Point) -> Literal["ours", "in use", "done"]:
         """Claim a point for this process until `release`.
@@ -174,6 +183,7 @@ class Results:
 
     def _write(self, points: Sequence[Point], plotted: str) -> str:
         rows, cells = zip(*(self._row(line, plotted) for line in self.lines)) if self.lines else ((), ())
+        self._distinguish(cells)
         write_atomically(self.folder / "results.csv", csv_text(rows))
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
         table = markdown_table(list(columns), list(zip(*columns.values())))
@@ -187,6 +197,18 @@ class Results:
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
         return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
 
+    def _distinguish(self, cells: Sequence[dict[str, str]]) -> None:
+        """Add the start of a hash to the cells of lines that differ in it, but in no other setting that the tables display."""
+        alike: dict[str, list[int]] = {}
+        for i, line in enumerate(self.lines):
+            about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
+            alike.setdefault(json.dumps(line["shown"] | about, sort_keys=True), []).append(i)
+        for numbers, name in itertools.product(alike.values(), HASHES):
+            values = [self.lines[i]["about"].get(name) or self.lines[i]["point"].get(name) for i in numbers]
+            if len({*values}) > 1:
+                for i, value in zip(numbers, values):
+                    cells[i][name] = value[:8] if value else ""
+
     def _row(self, line: dict, plotted: str) -> tuple[dict[str, object], dict[str, str]]:
         """Return a line's values with their standard errors for results.csv, and the texts of its cells for the other tables."""
 
@@ -199,8 +221,9 @@ class Results:
         errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
         about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
         row = line["shown"] | about | {"best": mark} | line["metrics"] | line["cost"]
+        hashes = {name: line["about"].get(name) or line["point"].get(name) for name in HASHES}
         cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
-        return row | {f"{name}_error": error for name, error in errors.items()}, cells
+        return row | {f"{name}_error": error for name, error in errors.items()} | hashes, cells
 
     def _plot(self, points: Sequence[Point], plotted: str) -> None:
         """Write results.png if several of the points have the metric."""

@@ -20,7 +20,15 @@ from common.images import are_same_colour
 from common.interruption import until_stopped
 from common.progress import log_if_slow, progress_bar
 from configs import schema
-from evaluations.features import Detector, Features, extract, features_of_images, read_cache, write_cache
+from evaluations.features import (
+    Detector,
+    Features,
+    extract,
+    features_of_images,
+    read_cache,
+    stored_statistics,
+    write_cache,
+)
 from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import evaluate, jackknife
 from runtime.processes import check_same, gather_on_main, on_main
@@ -194,7 +202,7 @@ class Evaluator:
         positions = torch.from_numpy(np.searchsorted(ascending, items))
         features = [x.select(positions) for x in self._features_of(images, self.detectors, ascending)]
         if num_samples == len(images):
-            features = [replace(x, statistics=images.statistics.get(x.detector, {})) for x in features]
+            features = [replace(x, statistics=stored_statistics(images, d)) for x, d in zip(features, self.detectors)]
         return features, None if images.labels is None else images.labels[items]
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
@@ -217,12 +225,13 @@ class Evaluator:
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
         is_main = self.accelerator.is_main_process
+        statistics = stored_statistics(images, detector)
         features = read_cache(self.cache, images, detector) if is_main else None
         if on_main(lambda: features is None):  # other nodes may see another cache folder
             computed = self._features_of(images, [detector], range(len(images)))
             if is_main:
                 features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
-        return replace(features, statistics=features.statistics | images.statistics.get(detector.name, {})) if is_main else None
+        return replace(features, statistics=features.statistics | statistics) if is_main else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], items: Sequence[int]) -> list[Features]:
         """Compute features of the images with the ascending indices `items`."""

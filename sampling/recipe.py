@@ -94,6 +94,11 @@ class Recipe:
         diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_weak_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
 
+    @property
+    def autoencoder_hash(self) -> str | None:
+        """Return a hash of the autoencoder's files if they are local, because somebody can replace them."""
+        return autoencoders.hash_local_files(self.autoencoder)
+
     def settings(self) -> dict:
         """Return the settings under the names in results. Sampler settings with default values are omitted, except num_steps."""
         ema_length = {"ema_length": self.average.length} if self.average else {}

@@ -55,6 +55,14 @@ def test_the_newest_checkpoints_and_every_mth_step_are_kept(tmp_path):
     assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
 
 
+def test_a_lower_keep_last_frees_space_before_the_next_checkpoint_is_written(tmp_path, monkeypatch):
+    save(tmp_path, 10, 20, 30, 40, keep_every=20)
+    write, before = store._write_files, []
+    monkeypatch.setattr(store, "_write_files", lambda *args: before.extend(store.list_steps(tmp_path)) or write(*args))
+    save(tmp_path, 50, keep_last=1, keep_every=20)
+    assert before == [20, 40] and [*store.list_steps(tmp_path)] == [20, 40, 50]
+
+
 def test_a_checkpoint_that_cannot_be_deleted_stays_until_a_later_save(tmp_path, monkeypatch):
     save(tmp_path, 10)
     with monkeypatch.context() as windows:  # Windows cannot delete a file that another process reads
@@ -341,6 +349,17 @@ def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp
     save(root, 3)
     assert [path.name for path in store.verify_all(root)] == [store.folder_name(step) for step in (1, 2, 4)]
     assert f"{newest} was removed while it was read" in caplog.text and "it is left out" in caplog.text
+
+
+def test_a_sweep_over_checkpoints_leaves_out_damaged_ones(tmp_path, caplog):
+    save(tmp_path, 1, 2, 3)
+    for step in (1, 2):
+        (tmp_path / store.folder_name(step) / "ema.safetensors").write_bytes(b"")
+    assert [path.name for path in store.verify_all(tmp_path)] == [store.folder_name(3)]
+    assert caplog.text.count("it is left out") == 2 and "step_0000001" in caplog.text
+    (tmp_path / store.folder_name(3) / "ema.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="step_0000001.*ema.safetensors"):
+        store.verify_all(tmp_path)
 
 
 def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):

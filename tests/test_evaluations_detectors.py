@@ -16,7 +16,7 @@ from torch_fidelity import feature_extractor_inceptionv3 as port
 from common.errors import UserError
 from evaluations import classifiers, inception
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Features, extract
+from evaluations.features import Features, extract, stored_statistics
 from evaluations.images import open_images
 from evaluations.inception import InceptionDetector
 from evaluations.metrics import class_agreement
@@ -60,6 +60,18 @@ def test_the_detector_hashes_its_weights_and_warns_of_unpublished_ones(inception
     sha256 = hashlib.sha256(inception_weights.read_bytes()).hexdigest()
     assert InceptionDetector(inception_weights).weights_hash == sha256
     assert "not the published Inception" in caplog.text
+
+
+def test_statistics_of_the_published_inception_are_not_used_with_other_weights(detector, images, tmp_path):
+    stored = {"mu": np.zeros(2048), "sigma": np.eye(2048)}
+    np.savez(tmp_path / "both.npz", arr_0=images, **stored)
+    np.savez(tmp_path / "statistics.npz", **stored)
+    both, alone = (open_images(tmp_path / f"{name}.npz") for name in ("both", "statistics"))
+    assert both.statistics["inception"] and stored_statistics(both, detector) == {}
+    with pytest.raises(UserError, match="statistics.npz holds only statistics of the published inception, .*; give images"):
+        stored_statistics(alone, detector)
+    published = SimpleNamespace(name="inception", has_published_weights=True)
+    assert stored_statistics(alone, published) is alone.statistics["inception"]
 
 
 @pytest.mark.parametrize("change", [lambda x: x / 255, lambda x: x[..., :1], lambda x: x.transpose(0, 3, 1, 2)])

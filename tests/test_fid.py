@@ -180,6 +180,27 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
         Results(tmp_path, shared)
 
 
+def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_hashes(edm, fid, tmp_path, monkeypatch):
+    assert len(fid("out", f"checkpoint={edm}")) == 1
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    hashes = [autoencoders.hash_local_files(f"sd-vae:{tmp_path / 'vae'}")]
+    (tmp_path / "vae" / "config.json").write_text('{"other": 1}')
+    hashes.append(autoencoders.hash_local_files(f"sd-vae:{tmp_path / 'vae'}"))
+    assert hashes[0] != hashes[1] and autoencoders.hash_local_files("sd-vae:stabilityai/sd-vae-ft-ema") is None
+    assert autoencoders.hash_local_files("identity") is None is autoencoders.hash_local_files("none")
+    monkeypatch.setattr(autoencoders, "hash_local_files", lambda spec: hashes[0])
+    assert len(fid("out", f"checkpoint={edm}")) == 1  # lines of earlier versions have no hash
+    assert "autoencoder_hash" not in (tmp_path / "out" / "results.md").read_text()
+    for number, hash_ in enumerate(hashes, 1):
+        monkeypatch.setattr(autoencoders, "hash_local_files", lambda spec, hash_=hash_: hash_)
+        for _ in range(2):
+            assert len(fid("new", f"checkpoint={edm}")) == number
+    table = (tmp_path / "new" / "results.md").read_text()
+    assert all(hash_[:8] in table for hash_ in hashes) and "reference_hash" not in table
+    assert hashes[0] in (tmp_path / "new" / "results.csv").read_text()
+
+
 def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
     shared = {"num_samples": 70, "reference": "reference"}
     first, second, third = (

@@ -18,6 +18,7 @@ import guidance as guidances
 from checkpoints.load import load_network
 from common.errors import UserError
 from common.images import labelled_grid
+from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
 from sampling.flops import forward_flops
@@ -274,6 +275,19 @@ def test_the_default_folder_is_named_after_the_settings(runs, tmp_path):
         run_sample(f"checkpoint={copy}", *FEW, "seeds=0-1", "guidance=cfg", f"cfg_scale={scale}")
     names = sorted(path.name[:-6] for path in (copy / "generated").iterdir())
     assert names == ["step_0000002_ema_cfg2_3steps_", "step_0000002_ema_cfg3_3steps_"]
+
+
+def test_images_of_another_decoder_do_not_join_a_folder(sample, tmp_path, monkeypatch):
+    def use(hash_):
+        monkeypatch.setattr(autoencoders, "hash_local_files", lambda spec: hash_)
+
+    sample("out", "seeds=0")  # as in earlier versions, which stored no hash
+    use("a" * 32)
+    sample("out", "seeds=0-1")
+    sample("new", "seeds=0")
+    use("b" * 32)
+    with pytest.raises(UserError, match="holds images with other settings .autoencoder_hash: 'aaa.*' -> 'bbb.*; choose another"):
+        sample("new", "seeds=0-1")
 
 
 def test_a_checkpoint_folder_alone_is_enough(runs, sample, tmp_path):
