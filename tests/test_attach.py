@@ -135,6 +135,11 @@ def test_an_adapter_written_by_the_user_routes_their_own_network():
     past = network.layers[3](once, positions)
     assert skips.sum(1).tolist() == [3, 3]
     assert torch.allclose(output, torch.where(skips[..., None], past, through), atol=1e-6)
+    # A method of the network's own also routes in training, without the hooks of `__call__`.
+    attachment = attach(network, [Route(0.5, 1, 2)], adapter=adapter)
+    for is_training in (True, False):
+        network.train(is_training).forward(x, positions)
+        assert (attachment.ids_keep[0] is not None) == is_training
 
 
 @pytest.mark.parametrize("name", ["PixArt", "Flux2", "ZImage"])

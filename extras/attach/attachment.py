@@ -37,11 +37,10 @@ class Attachment:
     """
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
-        self.adapter, self.rule, self.generator = adapter, rule, generator
+        self.network, self.adapter, self.rule, self.generator = network, adapter, rule, generator
         self.forced_ratios: tuple[float, ...] | None = None  # set inside `routed()`
         self.plan: ForwardPlan | None = None  # plan of the latest forward pass, None until the embedding runs
         self.recomputed_plan: ForwardPlan | None = None  # set while `checkpoint()` recomputes
-        self.is_training = False  # whether the network is in training mode in the latest forward pass
         blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
@@ -116,7 +115,7 @@ class Attachment:
 
     def _before_network(self, module: nn.Module, args: tuple) -> None:
         """Network pre-hook: reset the plan, so that blocks raise an error if the embedding hook does not create a new plan."""
-        self.plan, self.is_training = None, module.training  # peft's layer on an embedding can be in another mode
+        self.plan = None
 
     def _make_plan(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         """Hook at `Adapter.tokens_from`: create the plan of the forward pass, and draw all random numbers that its routes need.
@@ -124,7 +123,9 @@ class Attachment:
         Drawing random numbers in a checkpointed block could change the block's dropout masks during recomputation.
         """
         self.plan = ForwardPlan()
-        if self.forced_ratios is None and not (self.is_training and torch.is_grad_enabled()):
+        # The network's mode counts, because peft's layer on an embedding can be in another mode. It is read here, because methods
+        # such as `network.features(x)` do not run `_before_network`.
+        if self.forced_ratios is None and not (self.network.training and torch.is_grad_enabled()):
             return
         image = self.adapter.count_tokens(dict(zip(self.embedding_arguments, args)) | kwargs, output)
         ratios = self.router.selection_ratios() if self.forced_ratios is None else self.forced_ratios
