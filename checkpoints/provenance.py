@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,16 +16,22 @@ from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from checkpoints.store import hash_checkpoint
 from common.files import REPOSITORY
 from configs.compose import job_overrides
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 
 
-def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[str, object]:
-    """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not."""
+def describe_start(
+    accelerator: Accelerator, step: int, resumed: bool, changed: Sequence[str] = (), initial: Path | None = None
+) -> dict[str, object]:
+    """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not.
+
+    `changed` lists the settings that a resume changed. `initial` is the checkpoint of init_from with which the run began.
+    """
     commit, modified = git_commit()
-    return {
+    start = {
         "step": step,
         "resumed": resumed,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -36,6 +43,8 @@ def describe_start(accelerator: Accelerator, step: int, resumed: bool) -> dict[s
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    start |= {"changed": [*changed]} if changed else {}
+    return start | ({"init_from": {"checkpoint": str(initial.resolve()), "hash": hash_checkpoint(initial)}} if initial else {})
 
 
 def command_of_run() -> list[str]:

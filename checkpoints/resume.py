@@ -37,7 +37,8 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
     with other settings, or of one whose checkpoints are gone, are renamed.
 
-    Raises UserError if another process has trained the run since `open_existing_run` looked for it.
+    Raises UserError if another process has trained the run since `open_existing_run` looked for it, or if another process of
+    this run does not see the folder.
     """
 
     def open_and_rename() -> None:
@@ -55,6 +56,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
             run.rename_results(reason)
 
     on_main(open_and_rename)
+    check_shared(run.lock_file, "output_dir", is_new=True)
 
 
 def select_resume_checkpoint(run: RunFolder, resume: str) -> Path | None:
@@ -87,16 +89,18 @@ def select_resume_checkpoint(run: RunFolder, resume: str) -> Path | None:
 def select_initial_checkpoint(run: RunFolder, init_from: str | None, init_state: str) -> Path | None:
     """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
 
-    With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing.
+    With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing. If `init_from` is a
+    run that has newer checkpoints than at an earlier start of this run, the checkpoint of the earlier start is used.
     """
 
     def decide() -> Path | None:
         if store.list_steps(run.checkpoints):
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
             return None
+        source, raw = run.earlier_initial_checkpoint(Path(init_from)), store.WEIGHTS["raw"]
+        folder = store.resolve_checkpoint(source, "init_from", None if init_state == "all" else [store.WEIGHTS["ema"]])
         if init_state == "all":
-            return store.resolve_checkpoint(Path(init_from), "init_from")
-        folder, raw = store.resolve_checkpoint(Path(init_from), "init_from", [store.WEIGHTS["ema"]]), store.WEIGHTS["raw"]
+            return folder
         if (folder / raw).exists():
             store.verify(folder, [raw])
         else:
@@ -146,8 +150,13 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     if changed := schema.differences_for("resume", stored, cfg):
         problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
         raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
+    for line in changes_on_resume(stored, cfg):
+        log.warning("resumed with a changed setting: %s", line)
+
+
+def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[str]:
+    """List the permitted changes between a checkpoint's configuration and `cfg` that affect the run's figures."""
     changed = schema.differences_for("log", stored, cfg)
     if cfg.train.schedule == "cosine" and stored.train.num_steps != cfg.train.num_steps:  # the length affects every step
         changed.append(f"train.num_steps: {stored.train.num_steps} -> {cfg.train.num_steps}")
-    for line in changed:
-        log.warning("resumed with a changed setting: %s", line)
+    return changed

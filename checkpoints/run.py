@@ -98,9 +98,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
-        self.starts = self.path / "starts.jsonl"
+        self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
         self._lock = None
-        self._lacked_checkpoints = False  # whether checkpoints/ was missing when the folder was opened
 
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
@@ -114,8 +113,7 @@ class RunFolder:
         if self.path.is_dir() and not self._is_run() and (others := [*self._others()]):
             reason = f"{self.path} holds {others[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
-        self._lock = lock_file(self.path / ".lock", "training in", "name")
-        self._lacked_checkpoints = not self.checkpoints.exists()
+        self._lock = lock_file(self.lock_file, "training in", "name")
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
         for folder in (self.checkpoints, self.samples, self.snapshots):
@@ -170,17 +168,33 @@ class RunFolder:
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
     def reached_checkpoint(self, every: int, num_steps: int) -> int | None:
-        """Return the last step in metrics.jsonl if the run had certainly saved a checkpoint, or None.
+        """Return the last step in metrics.jsonl if the run reached its first checkpoint, or None.
 
-        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped. It may have been killed
-        while it wrote its first checkpoint, but the second one waits for the first. A missing folder was removed by somebody.
+        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped.
         """
         last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
         lines = [line for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
         starts = [line["step"] for line in present_starts(lines)] or [0]
         first = min((starts[0] // every + 1) * every, num_steps)
-        is_saved = max(starts) > starts[0] or last > first + every or (self._lacked_checkpoints and last >= first)
-        return last if is_saved else None
+        return last if max(starts) > starts[0] or last >= first else None
+
+    def earlier_initial_checkpoint(self, init_from: Path) -> Path:
+        """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.
+
+        A run without checkpoints that is started again must not begin from other weights because `init_from` has trained further.
+        """
+        *_, last = {}, *read_lines(self.starts)
+        recorded = last.get("init_from") or {}  # {"checkpoint": folder, "hash": hash of the checkpoint}
+        folders = store.list_steps(init_from / "checkpoints").values()
+        for folder in folders:
+            if str(folder.resolve()) == recorded.get("checkpoint") and store.hash_checkpoint(folder) == recorded["hash"]:
+                if folder != [*folders][-1]:
+                    message = "init_from: this run began from %s before; for a newer one, set init_from=%s or another name"
+                    log.warning(message, folder, [*folders][-1])
+                return folder
+        if folders and recorded and Path(recorded["checkpoint"]).parent.parent == init_from.resolve():
+            log.warning("init_from: this run began from %s before, which is gone", recorded["checkpoint"])
+        return init_from
 
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

@@ -15,6 +15,10 @@ class UserError(ValueError):
     """
 
 
+class Diverged(UserError):
+    """The loss or the weights of a run are no longer finite, or the loss is too large."""
+
+
 class InUse(UserError):
     """Another process holds the lock of a file."""
 

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import math
 import os
 import re
 import select
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
-from common.errors import UserError
+from common.errors import Diverged, UserError
 from common.files import REPOSITORY, hash_bytes
 from common.progress import log_to_stderr
 from configs.compose import explain, job_overrides, parse_argument
@@ -139,19 +140,21 @@ def format_error(error: Exception, config_name: str = "config") -> str | None:
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    If the job fails in a sweep, the sweep continues. With several connected processes, the first error ends the sweep, because
-    the other processes may still be executing the failed run.
+    If a run diverges in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids the run's settings.
+    If a job of a sweep fails otherwise, the sweep continues. With several connected processes, the first error ends the sweep,
+    because the other processes may still be executing the failed run.
     """
     log_to_stderr()
     context = HydraConfig.get()
     arguments, is_sweep = job_overrides(), context.mode == RunMode.MULTIRUN
+    searcher = next((name for name in SEARCHERS if is_sweep and f".hydra_{name}" in context.sweeper._target_), None)
     launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
         if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
-        settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
+        settings = parse_config(cfg, settings_class, arguments, not is_sweep, context.job.config_name)
         if is_sweep and isinstance(settings, TrainConfig):
-            if any(f".hydra_{name}" in context.sweeper._target_ for name in SEARCHERS) and not settings.is_evaluated:
+            if searcher and not settings.is_evaluated:
                 raise UserError(
                     "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
                 )
@@ -166,9 +169,11 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if not is_sweep:
             raise
         text = re.sub(r"^error[^:]*: ", "", format_error(error) or traceback.format_exc())
-        failure = " ".join(arguments), text, traceback.format_exc()
+        failure, has_diverged = (" ".join(arguments), text, traceback.format_exc()), isinstance(error, Diverged)
     # Raise outside of `except`, because the error's traceback would keep this run's memory for the next run.
     log.error("%s: %s", *failure[:2])
+    if has_diverged and searcher in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+        return -math.inf if "max" in str(context.sweeper.get("direction")).lower() else math.inf
     if is_connected and launcher == "basic":
         sys.exit(1)
     raise FailedRun(*failure)
@@ -194,12 +199,19 @@ def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
         file.write_text(content, encoding="utf-8")
 
 
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
+def parse_config(
+    cfg: DictConfig,
+    settings_class: type[S],
+    overrides: Sequence[str] = (),
+    are_typed: bool = True,
+    config_name: str = "config",
+) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
         are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
+        config_name: Name of the primary configuration (see `TrainConfig.named`).
     """
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
@@ -207,7 +219,7 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
     settings = validate(
         raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
     )
-    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
+    return settings.named([*expand_groups(overrides)], config_name) if isinstance(settings, TrainConfig) else settings
 
 
 def expand_groups(overrides: Iterable[str]) -> Iterator[str]:

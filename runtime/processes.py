@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from common.files import hash_file
 # The timeout allows for slow work in one process (hashing or saving checkpoints on a slow file system, computing metrics) and for
 # the drift between processes over 50,000 samples.
 WAIT_TIMEOUT = timedelta(hours=2)
+NEW_FILE_SEC = 60.0  # NFS clients show another node's new file after up to 30 s by default
 
 T = TypeVar("T")
 _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or None for a single process
@@ -110,9 +112,23 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
 
 
-def check_shared(file: Path, key: str) -> None:
-    """Check that all processes see the same `file`. One small file shows whether they share its folder."""
-    check_same(hash_file(file) if file.is_file() else "missing", key, file.parent)
+def check_shared(file: Path, key: str, is_new: bool = False) -> None:
+    """Check that all processes see the same `file`. One small file shows whether they share its folder.
+
+    If the main process has just written the file (`is_new`), the others wait until their file system shows it, up to
+    `NEW_FILE_SEC`.
+    """
+
+    def look() -> str:
+        if is_new and file.parent.is_dir():
+            os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
+        return hash_file(file) if file.is_file() else "missing"
+
+    if is_new and _group is not None:
+        expected, deadline = on_main(look), time.monotonic() + NEW_FILE_SEC
+        while look() != expected and time.monotonic() < deadline:
+            time.sleep(0.5)
+    check_same(look(), key, file.parent)
 
 
 def check_same(value: object, key: str, path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import dit
+from common.errors import UserError
 from common.files import REPOSITORY
 from configs.compose import compose_overrides
 from extras import lightningdit
@@ -184,7 +185,11 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
         (run / name).write_text("\n".join(map(json.dumps, lines)))
     (run / "checkpoints/step_0000020/manifest.json").write_text(json.dumps({"ema.safetensors": {"blake2b": "123"}}))
     (tmp_path / "runs/other").mkdir()
-    collect(str(tmp_path / "runs"), str(tmp_path / "lines.jsonl"))
+    with pytest.raises(UserError, match="runs=.*checkpoints holds no runs named search_"):
+        collect(str(tmp_path / "lines.jsonl"), str(run / "checkpoints"))
+    collect(str(tmp_path / "lines.jsonl"), str(tmp_path / "runs"))
+    with pytest.raises(UserError, match="output=.*lines.jsonl exists; give a new file"):
+        collect(str(tmp_path / "lines.jsonl"), str(tmp_path / "runs"))
     about = {"arm": "dense-64", "seed": 5, "lr": 0.004, "commit": "abc"}
     assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == [
         about | validation | {"ema": "123"},

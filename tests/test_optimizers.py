@@ -57,8 +57,9 @@ def test_every_parameter_belongs_to_one_optimizer(name):
     given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert len(given) == len(parameters) and set(given) == set(parameters.values())
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(0.5, 0.25)}
-    assert {tuple(group["betas"]) for group in groups if "betas" in group} == {(0.7, 0.8)}
+    assert {group["lr"] for group in groups} == {0.5}
+    assert {group["weight_decay"] for group in groups if "weight_decay" in group} <= {0.25}
+    assert {tuple(group["betas"]) for group in groups if "betas" in group} <= {(0.7, 0.8)}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

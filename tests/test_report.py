@@ -14,7 +14,7 @@ from configs.compose import compose_overrides
 from extras.experiments import ROWS
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group
-from extras.report.runs import LOSS, read_run, read_runs
+from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
 
 DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
@@ -138,6 +138,45 @@ def test_guidances_are_compared_on_the_seeds_that_have_all_of_them(runs):
     assert not table.rows and table.notes[0].startswith(f"{DIT}: no seed has all of none, cfg_scale 1.5, ")
 
 
+def test_runs_are_compared_with_dense_runs_on_the_same_latents(tmp_path, monkeypatch):
+    fids = {("birds", DIT): 40.0, ("birds", TREAD): 30.0, ("cars", DIT): 120.0, ("cars", TREAD): 60.0}
+    for (latents, row), fid in fids.items():
+        make_run(tmp_path / latents, f"experiment={row}", fid={400_000: fid})
+    monkeypatch.setattr(Run, "data_hash", property(lambda run: run.path.parent.name * 3))
+    shown = {row["Experiment"]: row["fid"].split("; ")[-1].rstrip(")") for row in results_table(grouped(tmp_path)).rows}
+    assert shown[f"{TREAD} on latents birdsbir"] == "dense 40.00, -25%"
+    assert shown[f"{TREAD} on latents carscars"] == "dense 120.00, -50%"
+    monkeypatch.setattr(Run, "data_hash", property(lambda run: run.path.parent.name if "tread" in run.path.name else None))
+    assert [experiment.baseline is not None for experiment in grouped(tmp_path) if experiment.is_routed] == [True, True]
+
+
+def test_a_run_that_a_resume_continued_with_another_setting_has_its_own_row(runs):
+    first = next(runs.glob(f"{TREAD.replace('/', '_')}_seed0*"))
+    start = json.loads((first / "starts.jsonl").read_text())
+    write(first / "starts.jsonl", *[start | {"step": 50_000, "resumed": True, "changed": ["train.lr: 0.0002 -> 0.0001"]}] * 2)
+    shown = {row["Experiment"]: row["Seeds"] for row in results_table(grouped(runs)).rows}
+    assert shown == {DIT: "0, 1", TREAD: "1", f"{TREAD}, resumed at step 50000: train.lr: 0.0002 -> 0.0001": "0"}
+
+
+def test_metrics_of_different_seeds_have_rows_of_their_own(runs):
+    folder = next(runs.glob(f"{DIT.replace('/', '_')}_seed0*"))
+    more = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fd_dinov2": 500.0}}
+    write(folder / "metrics.jsonl", more)
+    dense = [row for row in results_table(grouped(runs)).rows if row["Experiment"] == DIT]
+    shown = [(row["Seeds"], "fid" in row, row.get("fd_dinov2")) for row in dense]
+    assert shown == [("0, 1", True, None), ("0", False, "500.00")]
+
+
+def test_runs_behind_links_are_read(runs, tmp_path):
+    before = {run.path.name for run in read_runs([runs])[0]}
+    first = next(runs.iterdir())
+    first.rename(tmp_path / first.name)
+    first.symlink_to(tmp_path / first.name)
+    (runs / "again").symlink_to(runs)  # a link to a folder above
+    found, problems = read_runs([runs])
+    assert {run.path.name for run in found} == before and not problems
+
+
 @pytest.mark.parametrize(
     ("dense", "routed", "reached", "speedup"),
     [
@@ -174,6 +213,11 @@ def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machi
 
 
 def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_guidance(tmp_path):
+    for i, (step, how) in enumerate([(300_000, {}), (400_000, {"num_steps": 4}), (400_000, {"weights": "raw"})]):
+        folder = make_run(tmp_path / str(i), f"experiment={TREAD}")
+        line = {"step": step, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW | how, "metrics": {"fid": 30.0}}
+        write(folder / "metrics.jsonl", line)
+        assert rows(results_table, tmp_path / str(i))[TREAD]["fid"] == "30.00"
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
     assert row["fid"] == "30.00"

@@ -135,6 +135,16 @@ def test_optuna_searches_a_guidance_scale_and_its_points_are_in_the_one_table(tr
     assert again.code == 0 and again.output.count("0 of 1 evaluations to do") == 3, again.output
 
 
+def test_a_run_that_diverges_in_a_search_counts_as_the_worst(tmp_path):
+    search = ["train.py", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", *TINY]
+    search += ["hydra.sweeper.sampler.seed=0", "train.lr=choice(1e-3,1e30)", "output_dir=runs", "train.num_steps=2"]
+    search += ["eval.every=2", "eval.num_samples=20", "eval.num_steps=2", "train.log_every=1"]
+    outcome = run_sweep(tmp_path, search)
+    assert outcome.code == 0 and "Traceback" not in outcome.output, outcome.output
+    assert "train.lr=1e+30" in outcome.output and "the loss became NaN" in outcome.output
+    assert "Best parameters: {'train.lr': 0.001}" in outcome.output
+
+
 def test_train_returns_the_first_metric_of_its_last_evaluation(tmp_path):
     evaluation = ["eval.every=2", "eval.num_samples=20", "eval.num_steps=2", "eval.cfg_scales=[1.0,1.5]", "train.num_steps=4"]
     arguments = [*TINY, "name=run", f"output_dir={tmp_path}", *evaluation]

@@ -260,23 +260,20 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "starts", "has_folder", "expected"),
+    ("last", "starts", "expected"),
     [
-        (9, [0], False, None),  # before the first checkpoint
-        (10, [0], False, 10),  # somebody removed checkpoints/
-        (20, [0], True, None),  # perhaps killed while it wrote the first checkpoint
-        (21, [0], True, 21),
-        (12, [0, 10], True, 12),  # it resumed from a checkpoint
-        (12, [0, 10, 0], True, None),  # another run with the same name did
-        (25, [15], False, 25),  # the last step of init_state=all
-        (24, [15], False, None),
-        (18, [0, -15], True, None),  # init_state=all (a negative step begins a run) after an attempt that was killed
-        (18, [-0, -15, 16], True, 18),
+        (9, [0], None),  # before the first checkpoint
+        (10, [0], 10),
+        (9, [0, 5], 9),  # it resumed from a checkpoint
+        (9, [0, 5, 0], None),  # another run with the same name did
+        (25, [15], 25),  # the last step of init_state=all
+        (24, [15], None),
+        (18, [0, -15], None),  # init_state=all (a negative step begins a run) after an attempt that was killed
+        (18, [-0, -15, 16], 18),
     ],
 )
-def test_a_run_is_known_to_have_saved_a_checkpoint(tmp_path, last, starts, has_folder, expected):
-    folder = tmp_path / "run"
-    (folder / "checkpoints" if has_folder else folder).mkdir(parents=True)
+def test_a_run_is_known_to_have_reached_a_checkpoint(tmp_path, last, starts, expected):
+    (folder := tmp_path / "run").mkdir()
     line = {"step": last, "loss": 1.0, "steps_per_sec": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     lines = [{"step": abs(step)} | ({"resumed": step > 0} if min(starts) < 0 else {}) for step in starts]
@@ -407,6 +404,9 @@ def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_ima
     cfg = build.fill_in_lengths(checked(["data=custom"]), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.eval.every) == (num_steps, ema_decay, 0)
     assert cfg.checkpoint.every == cfg.sample.every == cfg.train.ema_snapshot_every == num_steps // 20
+    assert cfg.checkpoint.keep_every == 5 * (num_steps // 20)
+    chosen = build.fill_in_lengths(checked(["data=custom", "checkpoint.every=30"]), num_images).checkpoint
+    assert (chosen.every, chosen.keep_every) == (30, 150)
     own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample.every=7"]
     cfg = build.fill_in_lengths(checked(own), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
@@ -611,6 +611,25 @@ def test_init_from_accepts_a_shared_checkpoint_that_holds_only_the_ema(whole, tr
     average, after = weights(whole, 6, "ema"), weights(run, 1)
     assert all(torch.allclose(average[name], after[name], atol=1e-7) for name in average)
     assert "the raw weights also start from the EMA" in caplog.text
+
+
+def test_a_run_that_starts_again_begins_from_the_same_checkpoint_of_another_run(whole, train, tmp_path, caplog):
+    source = shutil.copytree(whole, tmp_path / "source")
+    newest = folder_of(source, 6).rename(tmp_path / "newest")
+    keys = [f"init_from={source}", "train.num_steps=1"]
+    run = train("again", *keys)
+    step, first = max(store.list_steps(source / "checkpoints")), losses(run)
+    recorded = starts(run)[-1]["init_from"]
+    assert recorded == {"checkpoint": str(folder_of(source, step)), "hash": store.hash_checkpoint(folder_of(source, step))}
+    shutil.rmtree(run / "checkpoints")  # as if the job had ended before its first checkpoint
+    newest.rename(folder_of(source, 6))
+    assert losses(train("again", *keys)) == first
+    named = f"began from {folder_of(source, step)} before"
+    assert f"{named}; for a newer one, set init_from={folder_of(source, 6)}" in caplog.text
+    assert losses(train("other", *keys)) != first
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(folder_of(source, step))
+    assert losses(train("again", *keys)) != first and f"{named}, which is gone" in caplog.text
 
 
 def test_a_run_that_started_from_another_resumes_without_it(whole, train, tmp_path):

@@ -50,6 +50,7 @@ def errors(folder, name):
     ("name", "key"),
     [
         ("resume", "output_dir"),
+        ("new", "output_dir"),
         ("init_from", "init_from"),
         ("sample", "checkpoint"),
         ("output", "output"),
@@ -62,6 +63,7 @@ def errors(folder, name):
 )
 def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, key):
     used = {"output": "images", "data.path": "data", "reference": "other.npz"}.get(key, "runs/one/checkpoints/step_0000003")
+    used = "runs/new" if name == "new" else used
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")
     assert f" sees other content in {folder}/node1/{used} than process 0 on " in first and f" in {folder}/node0/{used}; " in first
@@ -73,7 +75,7 @@ def test_an_error_of_the_main_process_is_raised_on_the_others_too(folder):
 
 
 def test_a_shared_folder_is_all_that_two_nodes_need(folder):
-    for name in ("cached_by_one", "shared", "encoded", "resumed"):
+    for name in ("new_shared", "cached_by_one", "shared", "encoded", "resumed"):
         assert errors(folder, name) == [None, None]
     assert list(losses(folder / "shared" / "runs" / "one")) == [1, 2, 3, 4]
 

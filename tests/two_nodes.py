@@ -29,6 +29,8 @@ RUNS = {
     "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3"]),
     "damaged": ("train", [*TINY, "name=damaged", "output_dir=runs"]),
     "init_from": ("train", [*TINY, "name=two", "output_dir=runs", f"init_from={HERE}"]),
+    "new": ("train", [*TINY, "name=new", "output_dir=runs", "train.num_steps=1"]),
+    "new_shared": ("train", [*TINY, "name=new", "output_dir={shared}/runs", "train.num_steps=1"]),
     "sample": ("sample", [*FEW, f"checkpoint={HERE}"]),
     "output": ("sample", [*FEW, f"checkpoint={SHARED}", "output=images"]),
     "autoguidance": (
@@ -67,6 +69,7 @@ def main(folder: Path) -> None:
     calls = Counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a process cannot open a second process group
+        stack.enter_context(mock.patch.object(processes, "NEW_FILE_SEC", 1.0))
         for owner, what in ((LabelledImages, "size"), (NpzImages, "fingerprint")):
             stack.enter_context(mock.patch.object(owner, what, counted(getattr(owner, what), calls, what)))
         for name in RUNS:

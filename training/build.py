@@ -65,7 +65,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
     every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
         "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": max(num_steps // 20, 1)},
-        "checkpoint": {"every": every},
+        "checkpoint": {"every": every, "keep_every": 5 * (cfg.checkpoint.every or every)},
         "sample": {"every": every},
         "eval": {"every": 2 * every if cfg.evaluation.reference or cfg.eval.validation else 0},
     }
@@ -99,8 +99,8 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
     """Open the validation latents in eval.validation, which are normalized like the training latents.
 
-    Raises UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they are
-    training latents, or if only one of the two folders says how its images were made.
+    Raises UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they
+    are training latents or may be, or if only one of the two folders says how its images were made.
     """
     if not cfg.eval.validation:
         return None
@@ -124,6 +124,9 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
         overlap = f"{len(shared)} of the {len(validation.files)} shards of {validation.path} are also in data.path={dataset.path}"
         log.warning("eval.validation: %s, so they measure a loss on training latents", overlap)
+    elif None not in (listings := {validation.listing, dataset.listing}) and len(listings) > 1:
+        problem = "part= split other lists of images for them, so both may hold the same images; encode both parts again"
+        log.warning("eval.validation: %s and data.path=%s: %s", validation.path, dataset.path, problem)
     validation.info = dataset.info
     return validation
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoints import store
 from checkpoints.load import load_config
 from checkpoints.run import RunFolder
-from common.errors import UserError
+from common.errors import Diverged, UserError
 from common.progress import log_if_slow
 from configs.settings import Settings, read_stored
 from runtime.processes import on_main
@@ -57,7 +57,7 @@ class CheckpointHook(Hook):
         trainer.reduce_losses()  # the checkpoint stores the losses of all processes
         norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
         if not norm.isfinite():
-            raise UserError(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
+            raise Diverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")
         self.saved_step = trainer.step
         if not trainer.accelerator.is_main_process:
             return

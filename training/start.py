@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
+from pathlib import Path
 
 from checkpoints import store
+from checkpoints.load import load_config
 from checkpoints.provenance import describe_start
+from checkpoints.resume import changes_on_resume
 from checkpoints.run import RunFolder
 from common.files import append_line
 from runtime.compilation import resolve_compile
@@ -16,15 +19,18 @@ from training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-def record_start(trainer: Trainer, run: RunFolder) -> None:
-    """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings."""
+def record_start(trainer: Trainer, run: RunFolder, newest: Path | None, initial: Path | None) -> None:
+    """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
+
+    `newest` is the checkpoint from which the run resumes, and `initial` that of init_from with which it begins.
+    """
     cfg, accelerator = trainer.cfg, trainer.accelerator
     if not accelerator.is_main_process:
         return
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        resumed = trainer.step in store.list_steps(run.checkpoints)
-        append_line(run.starts, describe_start(accelerator, trainer.step, resumed))
+        changed = [] if newest is None else changes_on_resume(load_config(newest), cfg)
+        append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, initial))
     run.delete_results_after(trainer.step)
     log_plan(trainer, run)
 

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common.errors import Diverged
 from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
@@ -277,13 +277,13 @@ class Trainer:
         """Return the losses since the last metrics record, averaged over all processes.
 
         All processes then have the same `loss_sums`. The main process has the `bin_sums` of all processes, and the others have
-        zeros. Every process must call this method. Raises UserError if the run has diverged.
+        zeros. Every process must call this method. Raises Diverged if the run has diverged.
         """
         self.loss_sums, bin_sums = self.accelerator.reduce(self.loss_sums, "mean"), self.accelerator.reduce(self.bin_sums, "sum")
         self.bin_sums = bin_sums if self.accelerator.is_main_process else torch.zeros_like(bin_sums)
         losses = (self.loss_sums / max(self.step - self.last_logged_step, 1)).tolist()
         if not all(loss < MAX_LOSS for loss in losses):
-            raise UserError(
+            raise Diverged(
                 f"the loss became NaN, infinite or above {MAX_LOSS:g} by step {self.step}; earlier checkpoints are intact. "
                 f"Check the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
             )

@@ -5,7 +5,7 @@
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step model=tread train.batch_size=256
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
     python -m extras.benchmarks evidence                 # the tables of our Fashion-MNIST runs
-    python -m extras.benchmarks collect runs=runs        # all evaluations of these runs, as in extras/benchmarks/results
+    python -m extras.benchmarks collect output=new.jsonl # all evaluations of runs/, as in extras/benchmarks/results
     python -m extras.benchmarks guided jobs=2            # the runs of results/fashion_guided_time.md, two at a time
 
 `variants`, `rounds`, `steps` and `warmup` are benchmark keys. All other keys are train.py keys. A variant consists of one or more

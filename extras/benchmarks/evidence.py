@@ -17,6 +17,7 @@ import numpy as np
 
 from checkpoints.load import load_run_config
 from checkpoints.run import present_starts, read_metrics
+from common.errors import UserError
 from common.files import read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
@@ -279,8 +280,10 @@ def draw_scales(lines: list[dict], folder: Path) -> None:
     write_atomically(folder / "fashion_precision_recall.png", curve)
 
 
-def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
-    """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a JSON Lines file."""
+def collect(output: Text, runs: Text = "runs") -> None:
+    """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a new JSON Lines file."""
+    if Path(output).exists():
+        raise UserError(f"output={output} exists; give a new file")
     lines = []
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
         if not (starts := present_starts([*read_lines(run / "starts.jsonl")])):
@@ -300,6 +303,8 @@ def collect(runs: Text = "runs", output: Text = str(TOKENS)) -> None:
             errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
             lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights.get(kept["step"], {}))
         lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})
+    if not lines:
+        raise UserError(f"runs={runs} holds no runs named search_<arm>_<rate> or <arm>_seed<seed>")
     write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
+from checkpoints import store
 from common.roles import roles_of
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
@@ -29,6 +31,7 @@ class Experiment:
     runs: list[Run]
     identity: dict[str, object]  # settings that distinguish experiments
     changes: dict[str, tuple[object, object]]  # for each changed key: (value in the row, value in the runs)
+    data_hash: str | None = None  # hash of the latents, or None if it is unknown
     label: str = ""
     baseline: Experiment | None = None  # the dense experiment to compare this one with
 
@@ -58,6 +61,13 @@ class Experiment:
     def hours_at(self, step: float, measure: Measure) -> float:
         """Return the hours of training until a step, averaged over the runs in the measure's curve."""
         return statistics.fmean(run.hours_at(step) for run in self.longest_runs(measure))
+
+    def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
+        """Return whether a figure is of the row's last step, with its number of sampling steps and the EMA of the checkpoint."""
+        values = dict(part.split(" ", 1) for part in measure.settings.split(", ") if " " in part)
+        num_steps = str(self.runs[0].cfg.diffusion.sampler.num_steps)
+        is_default = values.get("weights", "ema") == "ema" and "ema_length" not in values
+        return step == self.identity["train.num_steps"] and is_default and values.get("num_steps", num_steps) == num_steps
 
     def paper(self, measure: Measure) -> float | None:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
@@ -100,20 +110,21 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
 
     The paper's tables come first, in `ROWS` order. Runs without a row follow in one table per data set. A label consists of
     the row and its changed settings, or of run names without seeds. Among runs with the same seed, only the longest run counts.
-    Runs on other latents are other experiments. A run without checkpoints, whose latents are unknown, joins the longest run.
+    Runs on other latents are other experiments, and so are runs that a resume continued with other settings. A run without
+    checkpoints, whose latents are unknown, joins the longest run.
     """
     by_identity: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
     runs = [*runs, *runs_of_other_rows(runs)]
     described = [(run, identity_of(run.cfg)) for run in sorted(runs, key=lambda run: -run.step)]
-    keys = [(run.row.get("name"), repr(sorted(identity.items()))) for run, identity in described]
+    keys = [(run.row.get("name"), repr(sorted(identity.items())), run.changes_on_resume) for run, identity in described]
     data_of: dict[tuple, str] = {}  # the latents of the longest run with these settings
     for key, (run, _) in zip(keys, described):
         if run.data_hash:
             data_of.setdefault(key, run.data_hash)
     for settings, (run, identity) in zip(keys, described):
         key = (*settings, run.data_hash or data_of.get(settings))
-        experiment = by_identity.setdefault(key, Experiment([], identity, changes_of(run)))
+        experiment = by_identity.setdefault(key, Experiment([], identity, changes_of(run), key[-1]))
         if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
             problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
         else:
@@ -121,7 +132,12 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     for experiment in by_identity.values():
         changed = ", ".join(f"{key}={new}" for key, (_, new) in experiment.changes.items())
         label = experiment.row.get("name") or " / ".join(sorted({without_seed(run.path.name) for run in experiment.runs}))
-        experiment.label = label + (f" with {changed}" if changed else "")
+        resumed = "; ".join(experiment.runs[0].changes_on_resume)
+        experiment.label = label + (f" with {changed}" if changed else "") + (f", resumed {resumed}" if resumed else "")
+    counts = Counter(experiment.label for experiment in by_identity.values())
+    for experiment in by_identity.values():
+        if counts[experiment.label] > 1 and experiment.data_hash:
+            experiment.label += f" on latents {experiment.data_hash[:8]}"
     order = {name: i for i, name in enumerate(ROWS)}
     experiments = [*by_identity.values()]
     experiments.sort(key=lambda e: (order.get(e.row.get("name"), len(order)), bool(e.changes), e.is_routed, e.label))
@@ -189,7 +205,20 @@ def changes_of(run: Run) -> dict[str, tuple[object, object]]:
         return {}
     row = identity_of(config_of_row(run.row["name"], run))
     changed = {key: (row[key], value) for key, value in identity_of(run.cfg).items() if key in row and value != row[key]}
+    if "init_from" in changed and is_same_start(*changed["init_from"]):
+        del changed["init_from"]
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}
+
+
+def is_same_start(wanted: object, given: object) -> bool:
+    """Return whether `given` is the checkpoint of a longer run that equals the end of a row's run `wanted` (`checkpoint_of`)."""
+    for row in ROWS.values():
+        if row.checkpoint_of and isinstance(wanted, str) and isinstance(given, str):
+            last = store.folder_name(compose_row(row.name).train.num_steps)
+            folder, longer = (name.replace("/", "_") for name in (row.name, row.checkpoint_of))
+            if wanted.endswith(f"/{folder}") and given.endswith(f"/{longer}/checkpoints/{last}"):
+                return True
+    return False
 
 
 def change_words(changes: dict[str, tuple[object, object]]) -> str:
@@ -205,7 +234,7 @@ def differences_from(first: Experiment, second: Experiment, besides: Iterable[st
 
 
 def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
-    """Find the dense experiment that the row names. Without a row, find one that differs only in routes and length.
+    """Find the dense experiment that the row names, on the same latents. Without a row, it differs only in routes and length.
 
     The candidate with the fewest differences is chosen. If the runs changed settings of their row, the dense runs must have the
     same changes, except in routes and length.
@@ -213,7 +242,12 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     named = experiment.row.get("baseline")
     if not experiment.is_routed and (named is None or experiment.changes):  # includes a routed row whose routes were removed
         return None
-    dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
+    dense = [
+        other
+        for other in experiments
+        if not other.is_routed and other.row.get("name") == named
+        and (None in (hashes := {other.data_hash, experiment.data_hash}) or len(hashes) == 1)
+    ]  # fmt: skip
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
     if nearest is None:
         return None

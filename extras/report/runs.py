@@ -19,6 +19,7 @@ from checkpoints.load import load_run_config
 from checkpoints.run import is_renamed, present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines
+from common.images import walk
 from common.types import FiniteFloat, NonNegativeInt
 from configs.schema import TrainConfig
 from configs.settings import validate
@@ -26,7 +27,7 @@ from evaluations.results import format_settings, guidance_fields, without_defaul
 
 UNGUIDED = "none"
 # Settings in fid.py results that `Measure.settings` omits or that `Run.add` formats.
-OMITTED = ("checkpoint", "content", "num_samples", "detector", "reference")
+OMITTED = ("checkpoint", "content", "num_samples", "detector", "reference", "autoencoder_hash")
 
 
 class Measure(NamedTuple):
@@ -58,6 +59,7 @@ class StartLine(BaseModel, strict=True):
     device: str
     num_processes: int
     torch: str
+    changed: list[str] = []
 
 
 class CheckpointResult(BaseModel, strict=True):
@@ -93,6 +95,12 @@ class Run:
     def row(self) -> dict:
         """Return the description of the run's row, which is empty if the run has no row."""
         return self.cfg.experiment or {}
+
+    @property
+    def changes_on_resume(self) -> tuple[str, ...]:
+        """Return the settings that a resume changed, such as `at step 400: train.lr: 0.002 -> 0.0001`."""
+        changes = (f"at step {start['step']}: {line}" for start in self.starts for line in start.get("changed", ()))
+        return tuple(dict.fromkeys(changes))  # a run that is stopped before its next checkpoint resumes from the same one again
 
     @property
     def step(self) -> int:
@@ -175,8 +183,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def find_files(folders: Sequence[Path], name: str) -> list[Path]:
-    """Return a sorted list of all files with this name in the folders, without duplicates."""
-    return sorted({file.resolve() for folder in folders for file in folder.rglob(name)})
+    """Return a sorted list of all files with this name in the folders, without duplicates. Links to folders are followed."""
+    return sorted({(folder / file).resolve() for folder in folders for file, entry in walk(folder, {}) if entry.name == name})
 
 
 def read_run(path: Path) -> Run:

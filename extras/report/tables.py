@@ -37,9 +37,10 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         for measure in experiment.measures() or [LOSS]:
             step, values = [*experiment.curve(measure).items()][-1]
             runs = experiment.longest_runs(measure)
+            seeds = ", ".join(sorted(str(run.cfg.seed) for run in runs))
             row = {
                 "Experiment": experiment.label,
-                "Seeds": ", ".join(sorted(str(run.cfg.seed) for run in runs)),
+                "Seeds": seeds,
                 "Step": f"{step:,} of {planned:,}" if step < planned else f"{step:,}",
                 "Images seen": f"{step * batch_size + runs[0].image_offset:,}",
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
@@ -47,7 +48,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                 "Guidance": measure.guidance,
                 "Measured with": measure.settings,
             }
-            rows.setdefault((measure[1:], step), row)[measure.metric] = figure_text(experiment, measure, step, values)
+            rows.setdefault((measure[1:], step, seeds), row)[measure.metric] = figure_text(experiment, measure, step, values)
         table.rows += rows.values()
         notes = []
         if experiment.baseline and (different := differences_from(experiment, experiment.baseline)):
@@ -120,7 +121,7 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
         return f"{name} {format_metric(measure.metric, reference)}{relative}"
 
     references = []
-    if (paper := experiment.paper(measure)) is not None:
+    if (paper := experiment.paper(measure)) is not None and experiment.is_measured_like_the_row(measure, step):
         references.append(reference_text("paper", paper))
     # Training losses of routed and dense runs are not comparable.
     if experiment.baseline and measure != LOSS and (dense := experiment.baseline.curve(measure).get(step)):
