@@ -54,6 +54,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
                 reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
         if run.metrics.exists() and run.metrics.stat().st_size > 0:
             run.rename_results(reason)
+        run.has_saved.unlink(missing_ok=True)
 
     on_main(open_and_rename)
     check_shared(run.lock_file, "output_dir", is_new=True)

@@ -99,7 +99,9 @@ class RunFolder:
         self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
+        self.has_saved = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
+        self._lacked_checkpoints = False  # whether checkpoints/ was missing when the folder was opened
 
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
@@ -114,6 +116,7 @@ class RunFolder:
             reason = f"{self.path} holds {others[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.lock_file, "training in", "name")
+        self._lacked_checkpoints = not self.checkpoints.exists()
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
         for folder in (self.checkpoints, self.samples, self.snapshots):
@@ -168,15 +171,18 @@ class RunFolder:
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
     def reached_checkpoint(self, every: int, num_steps: int) -> int | None:
-        """Return the last step in metrics.jsonl if the run reached its first checkpoint, or None.
+        """Return the last step in metrics.jsonl if the run had certainly saved a checkpoint, or None.
 
-        A run saves checkpoints at all multiples of `every`, at its last step and when it is stopped.
+        Runs of earlier versions have no `has_saved`. They saved checkpoints at all multiples of `every`, at the last step and
+        when they were stopped. Such a run may have been killed while it wrote its first checkpoint, but the second one waits for
+        the first. A missing folder was removed by somebody.
         """
         last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
         lines = [line for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
         starts = [line["step"] for line in present_starts(lines)] or [0]
         first = min((starts[0] // every + 1) * every, num_steps)
-        return last if max(starts) > starts[0] or last >= first else None
+        is_saved = max(starts) > starts[0] or last > first + every or (self._lacked_checkpoints and last >= first)
+        return last if self.has_saved.exists() or is_saved else None
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.

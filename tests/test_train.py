@@ -260,20 +260,26 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "starts", "expected"),
+    ("last", "starts", "left", "expected"),
     [
-        (9, [0], None),  # before the first checkpoint
-        (10, [0], 10),
-        (9, [0, 5], 9),  # it resumed from a checkpoint
-        (9, [0, 5, 0], None),  # another run with the same name did
-        (25, [15], 25),  # the last step of init_state=all
-        (24, [15], None),
-        (18, [0, -15], None),  # init_state=all (a negative step begins a run) after an attempt that was killed
-        (18, [-0, -15, 16], 18),
+        (9, [0], "", None),  # before the first checkpoint
+        (9, [0], ".has_saved", 9),  # stopped before its first interval ended, and the checkpoint was removed
+        (10, [0], "", 10),  # somebody removed checkpoints/
+        (20, [0], "checkpoints", None),  # perhaps killed while it wrote the first checkpoint
+        (21, [0], "checkpoints", 21),
+        (12, [0, 10], "checkpoints", 12),  # it resumed from a checkpoint
+        (12, [0, 10, 0], "checkpoints", None),  # another run with the same name did
+        (25, [15], "", 25),  # the last step of init_state=all
+        (24, [15], "", None),
+        (18, [0, -15], "checkpoints", None),  # init_state=all (a negative step begins a run) after an attempt that was killed
+        (18, [-0, -15, 16], "checkpoints", 18),
     ],
 )
-def test_a_run_is_known_to_have_reached_a_checkpoint(tmp_path, last, starts, expected):
-    (folder := tmp_path / "run").mkdir()
+def test_a_run_is_known_to_have_saved_a_checkpoint(tmp_path, last, starts, left, expected):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" if left else folder).mkdir(parents=True)
+    if left == ".has_saved":
+        (folder / left).touch()
     line = {"step": last, "loss": 1.0, "steps_per_sec": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     lines = [{"step": abs(step)} | ({"resumed": step > 0} if min(starts) < 0 else {}) for step in starts]
@@ -282,6 +288,17 @@ def test_a_run_is_known_to_have_reached_a_checkpoint(tmp_path, last, starts, exp
     run.open()
     assert run.reached_checkpoint(every=15 if 15 in map(abs, starts) else 10, num_steps=25) == expected
     run.close()
+
+
+def test_the_results_of_a_short_run_whose_checkpoints_are_gone_are_kept(train):
+    keys = ["train.num_steps=2", "train.log_every=1", "checkpoint.every=1"]
+    run = train("run", *keys)
+    before = (run / "metrics.jsonl").read_text()
+    for folder in store.list_steps(run / "checkpoints").values():
+        shutil.rmtree(folder)
+    train("run", *keys, "train.num_steps=2")
+    assert [file.read_text() for file in run.glob("metrics_earlier_*.jsonl")] == [before]
+    assert (run / ".has_saved").exists() and len(metrics(run)) == 2
 
 
 def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -78,7 +79,12 @@ class CheckpointHook(Hook):
             image_offset=trainer.image_offset,
         )
         checkpoint = store.Checkpoint(trainer.step, **states, state=state.model_dump(), config=trainer.cfg.model_dump())
-        self._writing = self._thread.submit(store.save, self.run.checkpoints, checkpoint, *self.keep)
+        self._writing = self._thread.submit(self._save, checkpoint)
+
+    def _save(self, checkpoint: store.Checkpoint) -> None:
+        store.save(self.run.checkpoints, checkpoint, *self.keep)
+        with contextlib.suppress(OSError):  # the disk may be full now
+            self.run.has_saved.touch()
 
     def check(self, wait: bool) -> None:
         """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.
