@@ -191,16 +191,17 @@ class RunFolder:
         """
         *_, last = {}, *read_lines(self.starts)
         recorded = last.get("init_from") or {}  # {"checkpoint": folder, "hash": hash of the checkpoint}
-        folders = store.list_steps(init_from / "checkpoints").values()
-        for folder in folders:
-            if str(folder.resolve()) == recorded.get("checkpoint") and store.hash_checkpoint(folder) == recorded["hash"]:
-                if folder != [*folders][-1]:
-                    message = "init_from: this run began from %s before; for a newer one, set init_from=%s or another name"
-                    log.warning(message, folder, [*folders][-1])
-                return folder
-        if folders and recorded and Path(recorded["checkpoint"]).parent.parent == init_from.resolve():
-            log.warning("init_from: this run began from %s before, which is gone", recorded["checkpoint"])
-        return init_from
+        steps = [*store.list_steps(init_from / "checkpoints").values()]
+        folder = init_from / "checkpoints" / Path(recorded.get("checkpoint", "")).name
+        if not steps or str(folder.resolve()) != recorded.get("checkpoint"):  # another run, or a checkpoint
+            return init_from
+        if folder not in steps or store.hash_checkpoint(folder) != recorded["hash"]:
+            log.warning("init_from: this run began from %s before, which is gone", folder)
+            return init_from
+        if folder != steps[-1]:
+            message = "init_from: this run began from %s before; for a newer one, set init_from=%s or another name"
+            log.warning(message, folder, steps[-1])
+        return folder
 
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""

@@ -199,15 +199,13 @@ class Results:
 
     def _distinguish(self, cells: Sequence[dict[str, str]]) -> None:
         """Add the start of a hash to the cells of lines that differ in it, but in no other setting that the tables display."""
-        alike: dict[str, list[int]] = {}
-        for i, line in enumerate(self.lines):
-            about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
-            alike.setdefault(json.dumps(line["shown"] | about, sort_keys=True), []).append(i)
-        for numbers, name in itertools.product(alike.values(), HASHES):
-            values = [self.lines[i]["about"].get(name) or self.lines[i]["point"].get(name) for i in numbers]
-            if len({*values}) > 1:
-                for i, value in zip(numbers, values):
-                    cells[i][name] = value[:8] if value else ""
+        alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, cells) of the lines with the same displayed settings
+        for line, own in zip(self.lines, cells):
+            alike.setdefault(json.dumps(displayed_settings(line), sort_keys=True), []).append((hashes_of(line), own))
+        for lines, name in itertools.product(alike.values(), HASHES):
+            if len({hashes[name] for hashes, _ in lines}) > 1:
+                for hashes, own in lines:
+                    own[name] = (hashes[name] or "")[:8]
 
     def _row(self, line: dict, plotted: str) -> tuple[dict[str, object], dict[str, str]]:
         """Return a line's values with their standard errors for results.csv, and the texts of its cells for the other tables."""
@@ -219,11 +217,9 @@ class Results:
         best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
         mark = "" if len(comparable) < 2 else "*" if line is best else "~" if differ(line, best, plotted) is False else ""
         errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-        about = {name: value for name, value in line["about"].items() if name != "reference_hash"}
-        row = line["shown"] | about | {"best": mark} | line["metrics"] | line["cost"]
-        hashes = {name: line["about"].get(name) or line["point"].get(name) for name in HASHES}
+        row = displayed_settings(line) | {"best": mark} | line["metrics"] | line["cost"]
         cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
-        return row | {f"{name}_error": error for name, error in errors.items()} | hashes, cells
+        return row | {f"{name}_error": error for name, error in errors.items()} | hashes_of(line), cells
 
     def _plot(self, points: Sequence[Point], plotted: str) -> None:
         """Write results.png if several of the points have the metric."""
@@ -234,6 +230,16 @@ class Results:
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
             label = f"{plotted} of {self.shared['num_samples']:,} samples"
             write_atomically(self.folder / "results.png", plot(displays, values, errors, label))
+
+
+def displayed_settings(line: dict) -> dict:
+    """Return the settings of a line of results.jsonl that the tables display."""
+    return {name: value for name, value in (line["shown"] | line["about"]).items() if name not in HASHES}
+
+
+def hashes_of(line: dict) -> dict[str, str | None]:
+    """Return the hashes that a line of results.jsonl stores, by their names in HASHES."""
+    return {name: line["about"].get(name) or line["point"].get(name) for name in HASHES}
 
 
 def csv_text(rows: Sequence[dict[str, object]]) -> str:

@@ -68,9 +68,8 @@ class PointEvaluator:
             name = (store.find_run(folder) or folder.resolve().parent).name
             display = {"run": name, "step": store.read_step(folder), **settings, **typed}
             display["network_precision"] = recipe.precision  # `precision` is also a metric
-            stored = {"checkpoint": str(folder), **settings, "precision": recipe.precision}
-            stored["autoencoder_hash"] = recipe.autoencoder_hash
-            point = Point(stored, recipe.checkpoint_hash, display)
+            identity = {"precision": recipe.precision, "autoencoder_hash": recipe.autoencoder_hash}
+            point = Point({"checkpoint": str(folder), **settings, **identity}, recipe.checkpoint_hash, display)
             if point.key not in (earlier.key for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
         return points

@@ -23,6 +23,7 @@ from configs.settings import validate
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
+from runtime.processes import on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Recipe:
         weights: Weights to load from the checkpoint, `ema` or `raw`.
         checkpoint_hash: Hashes of the checkpoints, which identify them in results.
         average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
+        autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
     run: schema.TrainConfig
@@ -54,13 +56,14 @@ class Recipe:
     weights: str = "ema"
     checkpoint_hash: str = ""
     average: Any = None
+    autoencoder_hash: str | None = None
 
     def __post_init__(self):
         check_guidance(self.guidance, self.run, self.diffusion)
 
     @classmethod
     def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
-        """Build the recipe for a verified checkpoint and the settings of a command.
+        """Build the recipe for a verified checkpoint and the settings of a command. Every process must call this method.
 
         Args:
             command: Settings with one value per key. If a sampler setting or `autoencoder` is None, the run's value is used.
@@ -81,7 +84,9 @@ class Recipe:
             checkpoint_hash += posthoc_ema.check_and_hash(folder, command.weights, command.ema_length)
         diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
         autoencoder = command.autoencoder or run.data.autoencoder
-        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, checkpoint_hash, average)
+        files_hash = on_main(lambda: autoencoders.hash_local_files(autoencoder))  # one process reads the files
+        hashes = {"checkpoint_hash": checkpoint_hash, "autoencoder_hash": files_hash}
+        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, average=average, **hashes)
 
     @classmethod
     def in_training(
@@ -93,11 +98,6 @@ class Recipe:
         """
         diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_weak_checkpoint(guidance, run)
         return cls(run, diffusion, guidance, precision, run.data.autoencoder)
-
-    @property
-    def autoencoder_hash(self) -> str | None:
-        """Return a hash of the autoencoder's files if they are local, because somebody can replace them."""
-        return autoencoders.hash_local_files(self.autoencoder)
 
     def settings(self) -> dict:
         """Return the settings under the names in results. Sampler settings with default values are omitted, except num_steps."""

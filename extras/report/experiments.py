@@ -64,7 +64,7 @@ class Experiment:
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, with its number of sampling steps and the EMA of the checkpoint."""
-        values = dict(part.split(" ", 1) for part in measure.settings.split(", ") if " " in part)
+        values = values_in(measure.settings)
         num_steps = str(self.runs[0].cfg.diffusion.sampler.num_steps)
         is_default = values.get("weights", "ema") == "ema" and "ema_length" not in values
         return step == self.identity["train.num_steps"] and is_default and values.get("num_steps", num_steps) == num_steps
@@ -83,12 +83,17 @@ class Experiment:
         return (figures or {}).get(measure.metric)
 
 
+def values_in(text: str) -> dict[str, str]:
+    """Return the values by key in a text of a measure, such as `num_steps 40, weights ema`."""
+    return dict(part.split(" ", 1) for part in text.split(", ") if " " in part)
+
+
 def is_guided_by(measure: Measure, arguments: str) -> bool:
     """Return whether a measure's guidance has the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
 
     A value also matches the end of the measure's value, such as the folder name of a checkpoint.
     """
-    values = dict(part.split(" ", 1) for part in measure.guidance.split(", ") if " " in part)
+    values = values_in(measure.guidance)
     wanted = (argument.split("=", 1) for argument in arguments.split())
     return all(values.get(key, "").endswith(value) for key, value in wanted)
 
@@ -242,12 +247,12 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     named = experiment.row.get("baseline")
     if not experiment.is_routed and (named is None or experiment.changes):  # includes a routed row whose routes were removed
         return None
-    dense = [
-        other
-        for other in experiments
-        if not other.is_routed and other.row.get("name") == named
-        and (None in (hashes := {other.data_hash, experiment.data_hash}) or len(hashes) == 1)
-    ]  # fmt: skip
+
+    def is_on_the_same_latents(other: Experiment) -> bool:
+        return None in (other.data_hash, experiment.data_hash) or other.data_hash == experiment.data_hash
+
+    dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
+    dense = filter(is_on_the_same_latents, dense)
     nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
     if nearest is None:
         return None
