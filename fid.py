@@ -22,7 +22,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.files import REPOSITORY, missing_folders, refuse_link, remove_empty
+from common.files import REPOSITORY, is_writable, missing_folders, refuse_link, remove_empty
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -101,12 +101,14 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
 
     # Evaluate the points, and write the results.
-    output = Path(cfg.output) if cfg.output else results_folder(cfg, folders)
+    homes = {} if cfg.output else {folder: results_folder(folder) for folder in folders}
+    output = Path(cfg.output) if cfg.output else homes[folders[0]] if folders else folder_for_images(cfg.images)
+    homes = on_main(lambda: {folder: home for folder, home in homes.items() if home == output or is_writable(home)})
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output)
+    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output, homes)
     points = evaluator.points()
-    created = on_main(lambda: missing_folders(output))
+    created = on_main(lambda: [(path, missing_folders(path)) for path in {output, *homes.values()}])
     try:
         results, metric = evaluator.evaluate(points, num_samples), metrics_for(detectors[0])[0].name
 
@@ -117,8 +119,9 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
 
         return on_main(write)
     finally:  # if no point was evaluated
-        if created and accelerator.is_main_process:
-            remove_empty(output / CLAIMS, *created)
+        for path, missing in created:
+            if missing and accelerator.is_main_process:
+                remove_empty(path / CLAIMS, *missing)
 
 
 def keys_of_sampling(cfg: FidConfig) -> list[str]:
@@ -169,16 +172,16 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
     return cfg.model_copy(update=update)
 
 
-def results_folder(cfg: FidConfig, folders: list[Path]) -> Path:
-    """Return runs/evaluations/<images> for images, <run>/evaluations for a run, or a folder next to a checkpoint outside any run.
+def folder_for_images(images: str) -> Path:
+    """Return the folder for the results of images. They never lie next to the images, where a folder would become a class."""
+    return Path("runs") / "evaluations" / Path(images).resolve().name
 
-    Results never lie next to images, because a folder next to class folders would become another class.
-    """
+
+def results_folder(checkpoint: Path) -> Path:
+    """Return <run>/evaluations for a checkpoint in a run, or a folder next to a checkpoint outside any run."""
     from checkpoints import store
 
-    if not folders:
-        return Path("runs") / "evaluations" / Path(cfg.images).resolve().name
-    checkpoint = folders[0].resolve()
+    checkpoint = checkpoint.resolve()
     folder = refuse_link((store.find_run(checkpoint) or checkpoint.parent) / "evaluations")
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")

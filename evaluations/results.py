@@ -78,12 +78,15 @@ class Results:
     are not results are skipped with a warning.
 
     Args:
+        folder: Folder of the tables, which contain every point.
         shared: Settings that all points share, such as the number of samples, the detector and the reference.
         shared_display: These settings as displayed in tables, which results.jsonl stores as `about`. Tables omit the
             reference's `quick_fingerprint` in `reference_hash`, unless lines differ in nothing else.
+        homes: For each checkpoint, the results folder of its run. If it is another one, the point is stored there, too, so that
+            a later command for this run finds it.
     """
 
-    def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None):
+    def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None, homes: Mapping[str, Path] | None = None):
         self.folder, self.file = folder, refuse_link(folder / "results.jsonl")  # before the evaluations, which take long
         self.shared, self.shared_display = shared, shared_display or {}
         unowned = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
@@ -92,7 +95,13 @@ class Results:
         self.lines: list[dict] = []
         self._size = 0  # of the file when it was read last
         self._claims: dict[Path, IO[bytes]] = {}
+        self._homes = homes or {}
+        self._others = {home: Results(home, shared, shared_display) for home in self._homes.values() if home != folder}
         self._read()
+
+    def home(self, point: Point) -> Results:
+        """Return the results of the point's own run, which are `self` unless its run has another folder."""
+        return self._others.get(self._homes.get(point.settings.get("checkpoint")), self)
 
     def _read(self) -> None:
         """Read the lines again if the file has changed."""
@@ -108,6 +117,9 @@ class Results:
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
+        return self._find(point) or self.home(point)._find(point)
+
+    def _find(self, point: Point) -> dict | None:
         key = self._key(point)
         older = {name: value for name, value in key.items() if name != "autoencoder_hash"}  # earlier versions do not store it
 
@@ -127,7 +139,7 @@ class Results:
         except InUse:
             return "in use"
         self._claims[file] = claim
-        self._read()
+        self.home(point)._read()
         if self.find(point):
             self.release(point)
             return "done"
@@ -141,7 +153,7 @@ class Results:
                     file.unlink()  # while it is locked: a process that waits for it will look for the result
 
     def _claim_file(self, point: Point) -> Path:
-        return refuse_link(self.folder / CLAIMS) / hash_bytes(json.dumps(self._key(point), sort_keys=True).encode())
+        return refuse_link(self.home(point).folder / CLAIMS) / hash_bytes(json.dumps(self._key(point), sort_keys=True).encode())
 
     def _lock(self) -> IO[bytes]:
         """Wait until no other process writes results into the folder, and keep others from it until the file is closed.
@@ -161,14 +173,21 @@ class Results:
         settings = point.settings | self.shared | {"content": point.hash}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
+        for results in dict.fromkeys((self.home(point), self)):
+            results._append(point, line)
+
+    def _append(self, point: Point, line: dict) -> None:
+        """Append the line of a point, unless another process has done so by now."""
         with self._lock():
-            append_line(self.file, line)
             self._read()
+            if not self._find(point):
+                append_line(self.file, line)
+                self._read()
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
         """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
 
-        The tables contain what other processes have evaluated by now.
+        The tables contain what other processes have evaluated by now. The folders of other runs get their own tables and plots.
 
         Args:
             plotted: Metric to plot. Among points with equal shared settings, the tables mark the lowest value with `*`, and
@@ -177,6 +196,12 @@ class Results:
         Returns:
             Text table for a terminal, with the metrics and the settings that differ between rows.
         """
+        for point in points:
+            for results in (self, self.home(point)):
+                if (line := self.find(point)) and not results._find(point):  # an earlier command stored it in one place only
+                    results._append(point, line)
+        for home in self._others.values():
+            home.write([point for point in points if self.home(point) is home], plotted)
         with self._lock():
             self._read()
             return self._write(points, plotted)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class PointEvaluator:
         folders: Verified checkpoint folders, or [] to evaluate images on disk.
         images: Images on disk to evaluate instead of checkpoints, or None.
         output: Folder for the results.
+        homes: For each checkpoint folder, the results folder of its run, which also stores its results.
     """
 
     cfg: FidConfig
@@ -50,6 +51,7 @@ class PointEvaluator:
     images: ImageSet | None
     reference: ImageSet
     output: Path
+    homes: dict[Path, Path] = field(default_factory=dict)
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
         """Build a point and a recipe for every checkpoint and combination of listed values. Images on disk have no recipe.
@@ -95,7 +97,7 @@ class PointEvaluator:
         display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
         display |= {"autoencoder": self.cfg.autoencoder} if self.cfg.autoencoder else {}
         display["reference_hash"] = on_main(self.reference.quick_fingerprint)  # as in train.py's evaluations
-        return Results(self.output, shared, display)
+        return Results(self.output, shared, display, {str(folder): home for folder, home in self.homes.items()})
 
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that have no stored results yet. Return the results of all points.

@@ -201,6 +201,38 @@ def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_
     assert hashes[0] in (tmp_path / "new" / "results.csv").read_text()
 
 
+def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, tmp_path, monkeypatch, capsys):
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run, source in zip(runs, (edm, sit)):
+        shutil.copytree(source, run, ignore=shutil.ignore_patterns("evaluations"))
+
+    def stored(run):
+        lines = (run / "evaluations" / "results.jsonl").read_text().splitlines()
+        return {json.loads(line)["shown"]["run"]: json.loads(line)["metrics"] for line in lines}
+
+    def evaluate(*names):
+        capsys.readouterr()
+        run_fid(f"checkpoint=[{','.join(str(tmp_path / name) for name in names)}]", *FID, "num_steps=2")
+        return capsys.readouterr().out
+
+    both = evaluate("a", "b")
+    assert [line.split()[0] for line in both.splitlines()[1:]] == ["a", "b"]
+    assert stored(runs[0]) == stored(runs[0]) | stored(runs[1]) and list(stored(runs[1])) == ["b"]
+    assert (runs[0] / "evaluations" / "results.png").exists() and not (runs[1] / "evaluations" / "results.png").exists()
+    (read,), problems = read_runs([runs[1]])
+    assert not problems and 70 in {measure.num_samples for measure in read.figures}
+
+    monkeypatch.setattr(points.PointEvaluator, "features", lambda *arguments: pytest.fail("this point has a result"))
+    assert evaluate("b").count("\n") == 2 and evaluate("b", "a") and evaluate("a", "b") == both
+    assert list(stored(runs[1])) == ["b", "a"] and list(stored(runs[0])) == ["a", "b"]
+    shutil.rmtree(runs[1] / "evaluations")  # earlier versions stored all lines in the folder of the first run
+    assert evaluate("a", "b") == both and list(stored(runs[1])) == ["b"]
+    assert "| b |" in (runs[1] / "evaluations" / "results.md").read_text()
+    shutil.rmtree(runs[1] / "evaluations")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != runs[1])  # somebody else's run, which only they may change
+    assert evaluate("a", "b") == both and not (runs[1] / "evaluations").exists()
+
+
 def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
     shared = {"num_samples": 70, "reference": "reference"}
     first, second, third = (
@@ -330,8 +362,7 @@ def test_a_checkpoint_that_training_removes_is_replaced_by_the_next_newest(edm, 
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    cfg = checked([f"images={tmp_path / 'samples.npz'}"], "fid")
-    assert script.results_folder(cfg, []) == Path("runs") / "evaluations" / "samples.npz"
+    assert script.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
     for i in range(2):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
@@ -339,10 +370,10 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
         run_fid("images=.", REFERENCE, "evaluation.detector=digits", "cpu_threads=1")
     monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
-    assert script.results_folder(cfg, [in_run]) == tmp_path / "run" / "evaluations"
-    assert script.results_folder(cfg, [copied]) == tmp_path / "copies" / "evaluations"
+    assert script.results_folder(in_run) == tmp_path / "run" / "evaluations"
+    assert script.results_folder(copied) == tmp_path / "copies" / "evaluations"
     for folder in (Path("step_0000004"), Path("checkpoints/step_0000004")):
-        assert script.results_folder(cfg, [folder]) == REPOSITORY / folder.parent / "step_0000004_evaluations"
+        assert script.results_folder(folder) == REPOSITORY / folder.parent / "step_0000004_evaluations"
 
 
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(sit, fid, tmp_path):
