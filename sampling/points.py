@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from checkpoints import store
 from checkpoints.load import load_config
+from common.errors import UserError
 from configs.schema import FidConfig
 from evaluations.features import Features
 from evaluations.images import ImageSet
@@ -56,15 +57,27 @@ class PointEvaluator:
     def points(self) -> list[tuple[Point, Recipe | None]]:
         """Build a point and a recipe for every checkpoint and combination of listed values. Images on disk have no recipe.
 
+        Combinations that only some of a run's `checkpoints` do not support are left out with a warning: `ema_length` needs
+        snapshots of several earlier steps.
+
         Raises:
-            UserError: `Recipe.for_checkpoint` rejects a combination.
+            UserError: `Recipe.for_checkpoint` rejects a combination for every checkpoint, or for one that the command names.
         """
         if self.images:
             path = self.cfg.images
             return [(Point({"images": path}, on_main(self.images.fingerprint), {"images": path}), None)]
         points: list[tuple[Point, Recipe]] = []
-        for folder, choice in itertools.product(self.folders, self.cfg.choices()):
-            recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
+        refused: dict[int, list[UserError]] = {}  # for each combination
+        for folder, (number, choice) in itertools.product(self.folders, enumerate(self.cfg.choices())):
+            try:
+                recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
+            except store.CheckpointRemoved:
+                raise
+            except UserError as e:
+                refused.setdefault(number, []).append(e)
+                if self.cfg.checkpoints is None or len(refused[number]) == len(self.folders):
+                    raise
+                continue
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
             typed = {key: sampler[key] for key, value in choice.model_extra.items() if value is not None}
             name = (store.find_run(folder) or folder.resolve().parent).name
@@ -74,6 +87,8 @@ class PointEvaluator:
             point = Point({"checkpoint": str(folder), **settings, **identity}, recipe.checkpoint_hash, display)
             if point.key not in (earlier.key for earlier, _ in points):  # intervals have no effect at cfg_scale=1
                 points.append((point, recipe))
+        for error in itertools.chain.from_iterable(refused.values()):
+            log.warning("%s; this point is left out", error)
         return points
 
     @cached_property

@@ -1,11 +1,12 @@
 """Post-hoc EMA: profiles and their sums against NumPy in float64, and runs that track averages."""
 
+import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import run_sample, run_train
+from conftest import REPOSITORY, run_fid, run_sample, run_train
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
@@ -172,6 +173,26 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
     with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
         posthoc_ema.check_and_hash(folder, "ema", 0.18)
     assert posthoc_ema.check_and_hash(folder, "ema", 0.25) != identity  # it is in the checkpoint
+
+
+def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_lengths_that_none_has(
+    tracked, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(posthoc_ema, "MAX_ERROR", 0.05)  # 0.084 after 3 steps and 0.038 after 6, without the first snapshot
+    run = tmp_path / "run"
+    shutil.copytree(tracked, run)
+    posthoc_ema.list_snapshots(run)[2].unlink()
+    reference = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
+    fid = [reference, "evaluation.detector=digits", "num_samples=4", "num_steps=2", "cpu_threads=1"]
+    run_fid(f"checkpoints={run}", "ema_length=[0.1,0.18]", *fid)
+    lines = [json.loads(line)["shown"] for line in (run / "evaluations" / "results.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["ema_length"]) for line in lines] == [(3, 0.1), (6, 0.1), (6, 0.18)]
+    (warning,) = [text for text in caplog.messages if "left out" in text]
+    assert warning.startswith("ema_length=0.18: ") and "step_0000003 has 0 earlier snapshots" in warning
+    with pytest.raises(UserError, match="ema_length=0.05 is outside the range"):
+        run_fid(f"checkpoints={run}", "ema_length=[0.1,0.05]", *fid)
+    with pytest.raises(UserError, match="0 earlier snapshots"):
+        run_fid(f"checkpoint={run / 'checkpoints' / 'step_0000003'}", "ema_length=0.18", *fid)
 
 
 def test_a_length_that_is_given_twice_is_refused():
