@@ -22,7 +22,7 @@ import torch
 from PIL import ImageColor
 
 from common.errors import UserError, as_user_error, list_faults
-from common.files import hash_bytes, open_atomically
+from common.files import hash_bytes, open_atomically, regular_file
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
@@ -34,6 +34,9 @@ STATISTICS_KEYS = {
     ("inception", "spatial"): ("mu_s", "sigma_s", 2023),
     ("dinov2", "pool"): ("mu_dinov2", "sigma_dinov2", 1024),
 }
+
+
+SAMPLE_NAME = re.compile(r"(seed_\d+)_class_(\d+)")  # of an image that sample.py wrote
 
 
 def evaluation_order(num_images: int) -> np.ndarray:
@@ -75,7 +78,8 @@ NUM_LISTED = 10_000  # number of images from an unreadable one on that are read 
 class ImageFolder:
     """Image files in a folder and its subfolders, sorted by relative path. Hidden files are skipped.
 
-    The class logs how many files it does not read. If sample.py wrote the folder, the file names contain the labels.
+    The class logs how many files it does not read. If sample.py wrote the images, their names contain the labels. Subfolders can
+    hold the images of several sample.py commands with the same settings and other seeds.
 
     Args:
         convert_to_rgb: Whether to convert grey, palette, CMYK and RGBA images to RGB instead of rejecting such images.
@@ -95,21 +99,36 @@ class ImageFolder:
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
         listed = list_images(self.path)
-        is_sampled = (self.path / "settings.yaml").exists()  # sample.py writes grids next to its images
-        grids = [name for name in listed.images if is_sampled and Path(name).name.startswith("grid_")]
+        sampled = self._sampled_folders(listed.images)
+        grids = {name for name in listed.images if Path(name).name.startswith("grid_") and (self.path / name).parent in sampled}
         self.files = [self.path / name for name in listed.images if name not in grids]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
         if others := listed.others + Counter(Path(name).suffix for name in [*listed.unread, *grids]):
             left_out = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
             log.info("%s: %d images are read; %d other files are not: %s", self.path, len(self.files), others.total(), left_out)
-        matches = [re.match(r"seed_\d+_class_(\d+)", file.name) for file in self.files] if is_sampled else [None]
+        matches = [SAMPLE_NAME.match(file.name) for file in self.files] if sampled else [None]
         if all(matches):
-            self.labels = np.array([int(match[1]) for match in matches])
+            self.labels = np.array([int(match[2]) for match in matches])
+            seed, number = Counter(match[1] for match in matches).most_common(1)[0]
+            if number > 1:
+                raise UserError(f"{self.path} holds {number} images of {seed}; sample other seeds= in each folder")
         self._with_more_frames: list[Path] = []
         self._quick_fingerprint: str | None = None
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
+
+    def _sampled_folders(self, images: Iterable[str]) -> set[Path]:
+        """Return the folders of these images that sample.py wrote. Raise UserError if their settings differ."""
+        folders: dict[bytes, list[Path]] = {}
+        for folder in sorted({(self.path / name).parent for name in images if SAMPLE_NAME.match(Path(name).name)}):
+            if (file := regular_file(folder / "settings.yaml")).exists():
+                with as_user_error(file):
+                    folders.setdefault(file.read_bytes(), []).append(folder)
+        if len(folders) > 1:
+            names = ", ".join(found[0].name for found in folders.values())
+            raise UserError(f"{self.path} holds images that sample.py made with different settings ({names}); give one folder")
+        return {folder for found in folders.values() for folder in found}
 
     def __len__(self) -> int:
         return self.shape[0]

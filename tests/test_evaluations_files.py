@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 
 import numpy as np
@@ -143,6 +144,22 @@ def test_the_grids_of_sample_py_are_not_samples_and_its_file_names_are_labels(tm
     assert ImageFolder(tmp_path).labels.tolist() == [7, 1000]
     Image.fromarray(make_images(1)[0]).save(tmp_path / "another.png")
     assert ImageFolder(tmp_path).labels is None
+
+
+def test_several_folders_of_sample_py_are_one_set_if_they_share_settings_but_no_seed(tmp_path):
+    for name, seed in (("first", 0), ("second", 50)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.yaml").write_text("weights: ema\n")
+        for file in (f"seed_{seed:06d}_class_{seed + 3:03d}.png", f"grid_{seed}.png"):
+            Image.fromarray(make_images(1)[0]).save(tmp_path / name / file)
+    assert ImageFolder(tmp_path).labels.tolist() == [3, 53] and len(ImageFolder(tmp_path)) == 2
+    (tmp_path / "second" / "settings.yaml").write_text("weights: raw\n")
+    with pytest.raises(UserError, match=r"made with different settings \(first, second\); give one folder"):
+        ImageFolder(tmp_path)
+    (tmp_path / "second" / "settings.yaml").write_text("weights: ema\n")
+    shutil.copy(tmp_path / "first" / "seed_000000_class_003.png", tmp_path / "second")
+    with pytest.raises(UserError, match=r"2 images of seed_000000; sample other seeds= in each folder"):
+        ImageFolder(tmp_path)
 
 
 def test_files_pages_and_frames_that_are_not_read_are_named(tmp_path, caplog):
