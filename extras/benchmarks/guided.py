@@ -436,8 +436,8 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
     """
     find = partial(compared_values, lines)
 
-    def loss(arm: str) -> dict[int, float]:
-        return find_values(lines, LOSS, arm=arm, step=ARMS[arm].step("full"))
+    def loss(arm: str, time: str) -> dict[int, float]:
+        return find_values(lines, LOSS, arm=arm, step=ARMS[arm].step(time))
 
     def pairs(transform: Callable[[float], float], *sides: dict[int, float]) -> list[list[float]]:
         shared = sorted(set.intersection(*map(set, sides)))
@@ -448,7 +448,7 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
     full, half = ((find("routed", time), find("dense", time)) for time in reversed(TIMES))
     later, later_dense, earlier, earlier_dense = pairs(log, *full, *half)
     growth = paired(paired(later, later_dense)[1], paired(earlier, earlier_dense)[1])
-    ratio_name, dense = "ratio of distances, routed / dense", find("dense", "full")
+    ratio_name = "ratio of distances, routed / dense"
     primary = [
         (f"1. {ratio_name}, each at its best guidance, full time", ratio[0], paired(*pairs(log, *full))),
         (f"2. {ratio_name}, each at its best guidance, full time / half time", ratio[0], growth),
@@ -458,17 +458,20 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
         name = "unguided" if guidance == "none" else guidance
         sides = [find(arm, time, guidance) for arm in ("routed", "dense")]
         secondary.append((f"{ratio_name}, {name}, {time} time", *ratio, sides))
-    for guidance in [name for name in ARMS["routed"].guidances if name not in ARMS["dense"].guidances]:
-        name = f"ratio of distances, routed with {guidance} guidance / dense at its best, full time"
-        secondary.append((name, *ratio, [find("routed", "full", guidance), dense]))
-    for metric, title in NAMES.items():
+    only_routed = [name for name in ARMS["routed"].guidances if name not in ARMS["dense"].guidances]
+    for guidance, time in product(only_routed, reversed(TIMES)):
+        name = f"ratio of distances, routed with {guidance} guidance / dense at its best, {time} time"
+        secondary.append((name, *ratio, [find("routed", time, guidance), find("dense", time)]))
+    for (metric, title), time in product(NAMES.items(), reversed(TIMES)):
         if metric != DISTANCE:
-            sides = [find(arm, "full", metric=metric) for arm in ("routed", "dense")]
-            secondary.append((f"{title}, routed - dense, each at its best guidance, full time", *difference, sides))
+            sides = [find(arm, time, metric=metric) for arm in ("routed", "dense")]
+            secondary.append((f"{title}, routed - dense, each at its best guidance, {time} time", *difference, sides))
     for (ours, theirs), time in product((("dense-46", "dense"), ("routed", "dense-46")), reversed(TIMES)):
         sides = [find(arm, time) for arm in (ours, theirs)]
         secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, {time} time", *ratio, sides))
-    secondary.append(("ratio of validation losses, routed / dense, full time", *ratio, [loss("routed"), loss("dense")]))
+    for time in reversed(TIMES):
+        sides = [loss(arm, time) for arm in ("routed", "dense")]
+        secondary.append((f"ratio of validation losses, routed / dense, {time} time", lambda x: f"{exp(x):.3f}", log, sides))
     found = [(name, text_of, paired(*pairs(transform, *sides))) for name, text_of, transform, sides in secondary]
     return tuple(
         [(name, text_of, Contrast.of([group])) for name, text_of, group in part if len(group[1]) > 1] for part in (primary, found)
