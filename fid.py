@@ -13,6 +13,7 @@ checkpoint, weights, cfg_scale and ema_length accept lists, as do sampler settin
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,13 +23,15 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.files import REPOSITORY, is_writable, missing_folders, refuse_link, remove_empty
+from common.files import REPOSITORY, missing_folders, refuse_link, remove_empty
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+log = logging.getLogger(__name__)
 
 
 def main(cfg: FidConfig) -> float | None:
@@ -101,9 +104,8 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
 
     # Evaluate the points, and write the results.
-    homes = {} if cfg.output else {folder: results_folder(folder) for folder in folders}
-    output = Path(cfg.output) if cfg.output else homes[folders[0]] if folders else folder_for_images(cfg.images)
-    homes = on_main(lambda: {folder: home for folder, home in homes.items() if home == output or is_writable(home)})
+    output = Path(cfg.output) if cfg.output else results_folder(folders[0]) if folders else folder_for_images(cfg.images)
+    homes = {} if cfg.output else on_main(lambda: folders_of_runs(folders, output))
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output, homes)
@@ -170,6 +172,17 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
     evaluation["background"] = evaluation["background"] or background or "white"
     update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": evaluation["reference"]}
     return cfg.model_copy(update=update)
+
+
+def folders_of_runs(checkpoints: list[Path], output: Path) -> dict[Path, Path]:
+    """Return the results folder of each checkpoint's run, except for folders that nothing is written to."""
+    folders = {}
+    for checkpoint in checkpoints:
+        try:
+            folders[checkpoint] = results_folder(checkpoint)
+        except UserError as e:
+            log.warning("%s; its results are stored only in %s", e, output)
+    return folders
 
 
 def folder_for_images(images: str) -> Path:

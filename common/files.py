@@ -182,12 +182,6 @@ def missing_folders(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def is_writable(folder: Path) -> bool:
-    """Return whether this process may write into a folder, or create it."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return os.access(parent, os.W_OK | os.X_OK)
-
-
 def remove_empty(*folders: Path) -> None:
     """Remove folders that are empty, in this order, up to the first one that is not."""
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ of DINOv2's class token.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import zipfile
 from collections import Counter
@@ -22,7 +23,7 @@ import torch
 from PIL import ImageColor
 
 from common.errors import UserError, as_user_error, list_faults
-from common.files import hash_bytes, open_atomically, regular_file
+from common.files import hash_bytes, open_atomically, read_yaml
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
 
@@ -99,8 +100,9 @@ class ImageFolder:
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
         listed = list_images(self.path)
+        self._settings: dict[str, str | None] = {}  # the results of `_settings_above`
         sampled = self._sampled_folders(listed.images)
-        grids = {name for name in listed.images if Path(name).name.startswith("grid_") and (self.path / name).parent in sampled}
+        grids = {name for name in listed.images if Path(name).name.startswith("grid_") and self._settings_above(name) in sampled}
         self.files = [self.path / name for name in listed.images if name not in grids]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
@@ -118,17 +120,27 @@ class ImageFolder:
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
 
-    def _sampled_folders(self, images: Iterable[str]) -> set[Path]:
-        """Return the folders of these images that sample.py wrote. Raise UserError if their settings differ."""
-        folders: dict[bytes, list[Path]] = {}
-        for folder in sorted({(self.path / name).parent for name in images if SAMPLE_NAME.match(Path(name).name)}):
-            if (file := regular_file(folder / "settings.yaml")).exists():
-                with as_user_error(file):
-                    folders.setdefault(file.read_bytes(), []).append(folder)
-        if len(folders) > 1:
-            names = ", ".join(found[0].name for found in folders.values())
-            raise UserError(f"{self.path} holds images that sample.py made with different settings ({names}); give one folder")
-        return {folder for found in folders.values() for folder in found}
+    def _settings_above(self, name: str) -> str | None:
+        """Return the innermost folder of an image that has a settings.yaml, relative to `path`, or None."""
+        folder = os.path.dirname(name)
+        if folder not in self._settings:
+            has_settings = (self.path / folder / "settings.yaml").exists()
+            self._settings[folder] = folder if has_settings else self._settings_above(folder) if folder else None
+        return self._settings[folder]
+
+    def _sampled_folders(self, images: Iterable[str]) -> set[str]:
+        """Return the folders that sample.py filled with these images. Raise UserError if their settings differ.
+
+        Settings that one folder does not store are not compared, because earlier versions store fewer.
+        """
+        folders = {self._settings_above(name) for name in images if SAMPLE_NAME.match(Path(name).name)} - {None}
+        first, *others = sorted(folders) or [None]
+        for other in others:
+            ours, theirs = (read_yaml(self.path / folder / "settings.yaml") for folder in (first, other))
+            if changed := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
+                made = f"sample.py made the images in {first or '.'} and {other} with different {', '.join(sorted(changed))}"
+                raise UserError(f"{self.path}: {made}; give one folder")
+        return folders
 
     def __len__(self) -> int:
         return self.shape[0]

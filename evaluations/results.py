@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,7 @@ class Results:
         shared_display: These settings as displayed in tables, which results.jsonl stores as `about`. Tables omit the
             reference's `quick_fingerprint` in `reference_hash`, unless lines differ in nothing else.
         homes: For each checkpoint, the results folder of its run. If it is another one, the point is stored there, too, so that
-            a later command for this run finds it.
+            a later command for this run finds it. If this fails, a warning names the folder, and `folder` alone is used.
     """
 
     def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None, homes: Mapping[str, Path] | None = None):
@@ -96,8 +96,20 @@ class Results:
         self._size = 0  # of the file when it was read last
         self._claims: dict[Path, IO[bytes]] = {}
         self._homes = homes or {}
-        self._others = {home: Results(home, shared, shared_display) for home in self._homes.values() if home != folder}
+        self._others: dict[Path, Results] = {}
+        for home in {*self._homes.values()} - {folder}:
+            with self._without_if_unusable(home):
+                self._others[home] = Results(home, shared, shared_display)
         self._read()
+
+    @contextlib.contextmanager
+    def _without_if_unusable(self, home: Path) -> Iterator[None]:
+        """If the block raises UserError, log it, and use the folder of another run no longer."""
+        try:
+            yield
+        except UserError as e:
+            self._others.pop(home, None)
+            log.warning("%s; results of this run are stored only in %s", e, self.folder)
 
     def home(self, point: Point) -> Results:
         """Return the results of the point's own run, which are `self` unless its run has another folder."""
@@ -133,13 +145,20 @@ class Results:
 
         Return `in use` if another process has claimed it, and `done` if it has a result by now.
         """
+        if (home := self.home(point)) is not self:
+            with self._without_if_unusable(home.folder):
+                return self._claim(point)
+        return self._claim(point)
+
+    def _claim(self, point: Point) -> Literal["ours", "in use", "done"]:
         file = self._claim_file(point)
         try:
             claim = lock_file(file, "evaluating into", "output")
         except InUse:
             return "in use"
         self._claims[file] = claim
-        self.home(point)._read()
+        for results in (self, self.home(point)):
+            results._read()
         if self.find(point):
             self.release(point)
             return "done"
@@ -173,8 +192,10 @@ class Results:
         settings = point.settings | self.shared | {"content": point.hash}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
-        for results in dict.fromkeys((self.home(point), self)):
-            results._append(point, line)
+        self._append(point, line)
+        if (home := self.home(point)) is not self:
+            with self._without_if_unusable(home.folder):
+                home._append(point, line)
 
     def _append(self, point: Point, line: dict) -> None:
         """Append the line of a point, unless another process has done so by now."""
@@ -196,17 +217,21 @@ class Results:
         Returns:
             Text table for a terminal, with the metrics and the settings that differ between rows.
         """
-        for point in points:
-            for results in (self, self.home(point)):
-                if (line := self.find(point)) and not results._find(point):  # an earlier command stored it in one place only
-                    results._append(point, line)
-        for home in self._others.values():
-            home.write([point for point in points if self.home(point) is home], plotted)
+        for home in [*self._others.values()]:
+            own = [point for point in points if self.home(point) is home]
+            with self._without_if_unusable(home.folder):
+                for point, results in itertools.product(own, (self, home)):
+                    if (line := self.find(point)) and not results._find(point):  # an earlier command stored it in one place only
+                        results._append(point, line)
+                if home.lines:
+                    home.write(own, plotted)
         with self._lock():
             self._read()
             return self._write(points, plotted)
 
     def _write(self, points: Sequence[Point], plotted: str) -> str:
+        if not self.lines:  # a later command would not know whose the files are
+            return ""
         rows, cells = zip(*(self._row(line, plotted) for line in self.lines)) if self.lines else ((), ())
         self._distinguish(cells)
         write_atomically(self.folder / "results.csv", csv_text(rows))

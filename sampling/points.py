@@ -75,7 +75,8 @@ class PointEvaluator:
                 raise
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                if self.cfg.checkpoints is None or len(refused[number]) == len(self.folders):
+                is_disk_error = isinstance(e.__cause__, OSError)
+                if self.cfg.checkpoints is None or is_disk_error or len(refused[number]) == len(self.folders):
                     raise
                 continue
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)

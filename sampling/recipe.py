@@ -81,7 +81,8 @@ class Recipe:
             from extras import posthoc_ema  # imported only for ema_length
 
             average = posthoc_ema.Average(folder, command.ema_length)
-            checkpoint_hash += posthoc_ema.check_and_hash(folder, command.weights, command.ema_length)
+            # One process looks for the snapshots, because others could find different ones while a run is still training.
+            checkpoint_hash += on_main(lambda: posthoc_ema.check_and_hash(folder, command.weights, command.ema_length))
         diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
         autoencoder = command.autoencoder or run.data.autoencoder
         files_hash = on_main(lambda: autoencoders.hash_local_files(autoencoder))  # one process reads the files

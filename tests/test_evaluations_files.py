@@ -153,8 +153,13 @@ def test_several_folders_of_sample_py_are_one_set_if_they_share_settings_but_no_
         for file in (f"seed_{seed:06d}_class_{seed + 3:03d}.png", f"grid_{seed}.png"):
             Image.fromarray(make_images(1)[0]).save(tmp_path / name / file)
     assert ImageFolder(tmp_path).labels.tolist() == [3, 53] and len(ImageFolder(tmp_path)) == 2
+    (tmp_path / "second" / "settings.yaml").write_text("weights: ema\nautoencoder_hash: null\n")  # earlier versions lack a key
+    assert len(ImageFolder(tmp_path)) == 2
+    (tmp_path / "second" / "3").mkdir()
+    (tmp_path / "second" / "seed_000050_class_053.png").rename(tmp_path / "second" / "3" / "seed_000050_class_053.png")
+    assert ImageFolder(tmp_path).labels.tolist() == [3, 53] and ImageFolder(tmp_path / "second").labels.tolist() == [53]
     (tmp_path / "second" / "settings.yaml").write_text("weights: raw\n")
-    with pytest.raises(UserError, match=r"made with different settings \(first, second\); give one folder"):
+    with pytest.raises(UserError, match=r"the images in first and second with different weights; give one folder"):
         ImageFolder(tmp_path)
     (tmp_path / "second" / "settings.yaml").write_text("weights: ema\n")
     shutil.copy(tmp_path / "first" / "seed_000000_class_003.png", tmp_path / "second")

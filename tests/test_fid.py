@@ -14,7 +14,7 @@ from PIL import Image
 import fid as script
 from checkpoints import load, store
 from common.errors import UserError
-from common.files import lock_file
+from common.files import append_line, lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
@@ -228,9 +228,43 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
     shutil.rmtree(runs[1] / "evaluations")  # earlier versions stored all lines in the folder of the first run
     assert evaluate("a", "b") == both and list(stored(runs[1])) == ["b"]
     assert "| b |" in (runs[1] / "evaluations" / "results.md").read_text()
-    shutil.rmtree(runs[1] / "evaluations")
-    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != runs[1])  # somebody else's run, which only they may change
-    assert evaluate("a", "b") == both and not (runs[1] / "evaluations").exists()
+
+
+def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_does_not_stop_a_comparison(
+    edm, sit, tmp_path, monkeypatch, caplog
+):
+    runs = [tmp_path / name for name in ("a", "b", "copy")]
+    for run, source in zip(runs, (edm, sit, edm)):
+        shutil.copytree(source, run, ignore=shutil.ignore_patterns("evaluations"))
+    own = runs[1] / "evaluations"
+    lines = tmp_path / "a" / "evaluations" / "results.jsonl"
+    command = [f"checkpoint=[{','.join(map(str, runs))}]", *FID, "num_steps=2"]
+
+    def at_claim():
+        own.mkdir()
+        (own / ".evaluating").touch()  # in a folder that another user may not write to, mkdir fails as well
+
+    def at_opening():
+        own.symlink_to(tmp_path)
+
+    def at_storing():
+        def full(path, record):
+            if path.parent == own:
+                raise UserError(f"{path}: the disk is full")
+            append_line(path, record)
+
+        monkeypatch.setattr("evaluations.results.append_line", full)
+
+    for prepare in (at_claim, at_opening, at_storing):
+        caplog.clear()
+        prepare()
+        run_fid(*command)
+        assert [json.loads(line)["shown"]["run"] for line in lines.read_text().splitlines()] == ["a", "b"]
+        assert len([text for text in caplog.messages if "stored only in" in text]) == 1
+        assert not [*(lines.parent / ".evaluating").glob("[!.]*")] and not (runs[2] / "evaluations" / "results.md").exists()
+        own.unlink() if own.is_symlink() else shutil.rmtree(own)
+        shutil.rmtree(lines.parent)
+    run_fid(f"checkpoint={runs[2]}", *FID, "num_steps=2")  # equal weights have one result, which is not in the copy
 
 
 def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
