@@ -13,7 +13,6 @@ checkpoint, weights, cfg_scale and ema_length accept lists, as do sampler settin
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,8 +29,6 @@ from configs.settings import as_list
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-log = logging.getLogger(__name__)
 
 
 def main(cfg: FidConfig) -> float | None:
@@ -104,8 +101,9 @@ def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
 
     # Evaluate the points, and write the results.
-    output = Path(cfg.output) if cfg.output else results_folder(folders[0]) if folders else folder_for_images(cfg.images)
-    homes = {} if cfg.output else on_main(lambda: folders_of_runs(folders, output))
+    homes = {} if cfg.output else {str(folder): results_folder(folder) for folder in folders}
+    default = refuse_link(homes[str(folders[0])]) if homes else None
+    output = Path(cfg.output) if cfg.output else default or folder_for_images(cfg.images)
     if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output, homes)
@@ -174,17 +172,6 @@ def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: st
     return cfg.model_copy(update=update)
 
 
-def folders_of_runs(checkpoints: list[Path], output: Path) -> dict[Path, Path]:
-    """Return the results folder of each checkpoint's run, except for folders that nothing is written to."""
-    folders = {}
-    for checkpoint in checkpoints:
-        try:
-            folders[checkpoint] = results_folder(checkpoint)
-        except UserError as e:
-            log.warning("%s; its results are stored only in %s", e, output)
-    return folders
-
-
 def folder_for_images(images: str) -> Path:
     """Return the folder for the results of images. They never lie next to the images, where a folder would become a class."""
     return Path("runs") / "evaluations" / Path(images).resolve().name
@@ -195,7 +182,7 @@ def results_folder(checkpoint: Path) -> Path:
     from checkpoints import store
 
     checkpoint = checkpoint.resolve()
-    folder = refuse_link((store.find_run(checkpoint) or checkpoint.parent) / "evaluations")
+    folder = (store.find_run(checkpoint) or checkpoint.parent) / "evaluations"
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return checkpoint.with_name(f"{checkpoint.name}_evaluations")
     return folder

@@ -100,9 +100,9 @@ class ImageFolder:
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
         listed = list_images(self.path)
-        self._settings: dict[str, str | None] = {}  # the results of `_settings_above`
         sampled = self._sampled_folders(listed.images)
-        grids = {name for name in listed.images if Path(name).name.startswith("grid_") and self._settings_above(name) in sampled}
+        grids = [name for name in listed.images if os.path.basename(name).startswith("grid_")]
+        grids = {name for name in grids if not sampled.isdisjoint(Path(name).parents)}  # sample.py writes them next to its images
         self.files = [self.path / name for name in listed.images if name not in grids]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
@@ -120,25 +120,21 @@ class ImageFolder:
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
 
-    def _settings_above(self, name: str) -> str | None:
-        """Return the innermost folder of an image that has a settings.yaml, relative to `path`, or None."""
-        folder = os.path.dirname(name)
-        if folder not in self._settings:
-            has_settings = (self.path / folder / "settings.yaml").exists()
-            self._settings[folder] = folder if has_settings else self._settings_above(folder) if folder else None
-        return self._settings[folder]
+    def _sampled_folders(self, images: Iterable[str]) -> set[Path]:
+        """Return the folders that sample.py filled with these images, relative to `path`.
 
-    def _sampled_folders(self, images: Iterable[str]) -> set[str]:
-        """Return the folders that sample.py filled with these images. Raise UserError if their settings differ.
-
-        Settings that one folder does not store are not compared, because earlier versions store fewer.
+        Raises UserError if their settings differ. Settings that one folder does not store are not compared, because earlier
+        versions store fewer.
         """
-        folders = {self._settings_above(name) for name in images if SAMPLE_NAME.match(Path(name).name)} - {None}
+        parents = {os.path.dirname(name) for name in images if SAMPLE_NAME.match(os.path.basename(name))}
+        above = [(Path(parent), *Path(parent).parents) for parent in parents]
+        with_settings = ([folder for folder in row if (self.path / folder / "settings.yaml").exists()] for row in above)
+        folders = {found[0] for found in with_settings if found}  # the innermost ones
         first, *others = sorted(folders) or [None]
         for other in others:
             ours, theirs = (read_yaml(self.path / folder / "settings.yaml") for folder in (first, other))
             if changed := [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]]:
-                made = f"sample.py made the images in {first or '.'} and {other} with different {', '.join(sorted(changed))}"
+                made = f"sample.py made the images in {first} and {other} with different {', '.join(sorted(changed))}"
                 raise UserError(f"{self.path}: {made}; give one folder")
         return folders
 

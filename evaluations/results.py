@@ -99,7 +99,7 @@ class Results:
         self._others: dict[Path, Results] = {}
         for home in {*self._homes.values()} - {folder}:
             with self._without_if_unusable(home):
-                self._others[home] = Results(home, shared, shared_display)
+                self._others[home] = Results(refuse_link(home), shared, shared_display)
         self._read()
 
     @contextlib.contextmanager
@@ -115,6 +115,10 @@ class Results:
         """Return the results of the point's own run, which are `self` unless its run has another folder."""
         return self._others.get(self._homes.get(point.settings.get("checkpoint")), self)
 
+    def _places(self, point: Point) -> list[Results]:
+        """Return the results that store the point: `self`, and those of its own run."""
+        return [*dict.fromkeys((self, self.home(point)))]
+
     def _read(self) -> None:
         """Read the lines again if the file has changed."""
         size = 0
@@ -129,7 +133,7 @@ class Results:
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        return self._find(point) or self.home(point)._find(point)
+        return next((line for results in self._places(point) if (line := results._find(point))), None)
 
     def _find(self, point: Point) -> dict | None:
         key = self._key(point)
@@ -145,7 +149,7 @@ class Results:
 
         Return `in use` if another process has claimed it, and `done` if it has a result by now.
         """
-        if (home := self.home(point)) is not self:
+        for home in self._places(point)[1:]:
             with self._without_if_unusable(home.folder):
                 return self._claim(point)
         return self._claim(point)
@@ -157,7 +161,7 @@ class Results:
         except InUse:
             return "in use"
         self._claims[file] = claim
-        for results in (self, self.home(point)):
+        for results in self._places(point):
             results._read()
         if self.find(point):
             self.release(point)
@@ -193,7 +197,7 @@ class Results:
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
         self._append(point, line)
-        if (home := self.home(point)) is not self:
+        for home in self._places(point)[1:]:
             with self._without_if_unusable(home.folder):
                 home._append(point, line)
 
@@ -232,7 +236,7 @@ class Results:
     def _write(self, points: Sequence[Point], plotted: str) -> str:
         if not self.lines:  # a later command would not know whose the files are
             return ""
-        rows, cells = zip(*(self._row(line, plotted) for line in self.lines)) if self.lines else ((), ())
+        rows, cells = zip(*(self._row(line, plotted) for line in self.lines))
         self._distinguish(cells)
         write_atomically(self.folder / "results.csv", csv_text(rows))
         columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}

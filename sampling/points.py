@@ -43,7 +43,7 @@ class PointEvaluator:
         folders: Verified checkpoint folders, or [] to evaluate images on disk.
         images: Images on disk to evaluate instead of checkpoints, or None.
         output: Folder for the results.
-        homes: For each checkpoint folder, the results folder of its run, which also stores its results.
+        homes: For each checkpoint folder, as text, the results folder of its run, which also stores its results.
     """
 
     cfg: FidConfig
@@ -52,7 +52,7 @@ class PointEvaluator:
     images: ImageSet | None
     reference: ImageSet
     output: Path
-    homes: dict[Path, Path] = field(default_factory=dict)
+    homes: dict[str, Path] = field(default_factory=dict)
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
         """Build a point and a recipe for every checkpoint and combination of listed values. Images on disk have no recipe.
@@ -71,12 +71,10 @@ class PointEvaluator:
         for folder, (number, choice) in itertools.product(self.folders, enumerate(self.cfg.choices())):
             try:
                 recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
-            except store.CheckpointRemoved:
-                raise
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                is_disk_error = isinstance(e.__cause__, OSError)
-                if self.cfg.checkpoints is None or is_disk_error or len(refused[number]) == len(self.folders):
+                is_unreadable = isinstance(e, store.CheckpointRemoved) or isinstance(e.__cause__, OSError)
+                if self.cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(self.folders):
                     raise
                 continue
             settings, sampler = recipe.settings(), vars(recipe.diffusion.sampler)
@@ -113,7 +111,7 @@ class PointEvaluator:
         display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
         display |= {"autoencoder": self.cfg.autoencoder} if self.cfg.autoencoder else {}
         display["reference_hash"] = on_main(self.reference.quick_fingerprint)  # as in train.py's evaluations
-        return Results(self.output, shared, display, {str(folder): home for folder, home in self.homes.items()})
+        return Results(self.output, shared, display, self.homes)
 
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that have no stored results yet. Return the results of all points.
