@@ -84,14 +84,14 @@ class Alignment:
     def observe(self, net: Callable[..., Tensor]) -> ObservedNetwork:
         return ObservedNetwork(net, self.block)
 
-    def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, images: Tensor) -> Tensor:
+    def loss(self, projector: Callable[[Tensor], Tensor], net: ObservedNetwork, patches: Tensor) -> Tensor:
         """Return the weighted alignment loss as a float32 scalar. Call `net` first, because the loss uses its stored tokens.
 
         Args:
             projector: `self.projector`, wrapped by accelerate.
-            images: Images that `fetch` returned together with the latents that `net` received.
+            patches: Result of `encode` for the images that `fetch` returned together with the latents that `net` received.
         """
-        return self.weight * alignment_loss(projector(net.tokens), self.encode(images), net.ids_keep)
+        return self.weight * alignment_loss(projector(net.tokens), patches, net.ids_keep)
 
 
 def alignment_loss(projected: Tensor, patches: Tensor, ids_keep: Tensor | None = None) -> Tensor:

@@ -106,7 +106,7 @@ def test_the_gradient_reaches_the_blocks_up_to_the_aligned_one_and_none_after(ro
     projector, observed = Projector(16, 8, 5), ObservedNetwork(net, 3)
     observed(x, t, y, **kwargs)
     patches = torch.randn(3, 16, 5, generator=torch.Generator().manual_seed(6))
-    alignment = Alignment(projector, lambda shown: shown, fetch=None, block=3, weight=0.3)
+    alignment = Alignment(projector, encode=None, fetch=None, block=3, weight=0.3)
     loss = alignment.loss(projector, observed, patches)
     assert loss.item() == pytest.approx(0.3 * alignment_loss(projector(observed.tokens), patches, observed.ids_keep).item())
     loss.backward()

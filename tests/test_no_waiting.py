@@ -1,6 +1,7 @@
 """Between two lines of metrics, training reads no value from the device: each read would wait for it."""
 
 import copy
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -54,25 +55,29 @@ def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("key", ["model.selection=importance", "diffusion=sit"])
-def test_every_tensor_of_the_loss_is_moved_to_the_gpu(tmp_path, monkeypatch, key):
-    losses, make_generator = Trainer.losses, torch.Generator
+def test_every_tensor_of_a_micro_batch_is_moved_to_the_gpu(tmp_path, monkeypatch, key):
+    compute_gradients, make_generator = Trainer.compute_gradients, torch.Generator
     seen = []
 
-    def losses_on_a_gpu(trainer, part, stored, labels):
-        """Compute the losses on a GPU with fake tensors, which have no values, and then return the real losses."""
-        on_gpu, net = copy.copy(trainer), trainer.net
+    def compute_on_a_gpu(own, random_for, stored, labels):
+        """Compute the losses on a GPU with fake tensors, which have no values, and then the real gradients."""
+        on_gpu, net = copy.copy(own), own.net
+        on_gpu.device = torch.device("cuda")
+        random_on_gpu = partial(random_for.func, *random_for.args, **random_for.keywords | {"device": on_gpu.device})
         generators = mock.patch.object(torch, "Generator", lambda *args: make_generator())  # on the CPU
-        with FakeTensorMode(), generators, mock.patch.object(torch, "is_autocast_enabled", lambda *args: False):
+        no_autocast = mock.patch.object(torch, "is_autocast_enabled", lambda *args: False)
+        no_backward = mock.patch.object(torch.Tensor, "backward", lambda loss: None)  # it needs a driver
+        with FakeTensorMode(), generators, no_autocast, no_backward:
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
             on_gpu.wrapped = [lambda *args, **draws: functional_call(net, weights, args, draws)]
-            on_gpu.device = torch.device("cuda")
-            (loss,), _ = losses(on_gpu, part, torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype))
-            assert loss.device.type == "cuda"
+            inputs = torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype)
+            losses, bin_sums = compute_gradients(on_gpu, random_on_gpu, *inputs)
+            assert losses.device.type == bin_sums.device.type == "cuda"
             with pytest.raises(DataDependentOutputException):
-                loss.item()
-        seen.append(loss)
-        return losses(trainer, part, stored, labels)
+                losses[0].item()
+        seen.append(losses)
+        return compute_gradients(own, random_for, stored, labels)
 
-    monkeypatch.setattr(Trainer, "losses", losses_on_a_gpu)
+    monkeypatch.setattr(Trainer, "compute_gradients", compute_on_a_gpu)
     run_train(tmp_path, "run", "train.num_steps=1", key)
     assert len(seen) == 1

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,24 +146,26 @@ class Trainer:
         Args:
             micro_batches: (stored latents, labels) for each slice in `self.slices`. With alignment, each tuple also has images.
         """
+        cfg = self.cfg
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.slices, micro_batches)):
             is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
+            random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, part=part, device=self.device)
+            stored, labels, *images = micro_batch
+            patches = [self.alignment.encode(x.to(self.device, non_blocking=True)) for x in images]
             with contextlib.ExitStack() as stack:
                 for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
-                losses, bin_sums = self.losses(part, *micro_batch)
-                total_loss = sum(losses[1:], losses[0]) / len(self.slices)
-                total_loss.backward()
-            losses_of_step += torch.stack(losses).detach() / len(self.slices)
+                losses, bin_sums = self.compute_gradients(random_for, stored, labels, *patches)
+            losses_of_step += losses / len(self.slices)
             self.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
             hook.measure(self)
-        if self.cfg.train.grad_clip_norm is not None:
-            self.accelerator.clip_grad_norm_(self.parameters.values(), self.cfg.train.grad_clip_norm)
+        if cfg.train.grad_clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.train.grad_clip_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.cfg.train, self.step)
+                group["lr"] = learning_rate(cfg.train, self.step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
@@ -170,30 +173,29 @@ class Trainer:
         self.loss_sums += losses_of_step
         self.step += 1
 
-    def losses(self, part: slice, stored: Tensor, labels: Tensor, images: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        """Return the losses of a micro-batch and its diffusion loss sums by noise level bin (`sums_by_bin`).
+    def compute_gradients(
+        self, random_for: Callable[[str], SampleRandom], stored: Tensor, labels: Tensor, patches: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a micro-batch to those of the parameters. Return its losses and bin sums without gradients.
 
-        The first loss is the diffusion loss. With alignment, the second loss is the alignment loss, and the trainer minimises
-        the sum of both losses. All random numbers depend only on (seed, step, position in the global batch).
+        The losses, [len(self.modules)], are the diffusion loss and, with alignment, the alignment loss. Their sum, averaged over
+        micro-batches, is minimised. The bin sums are those of the diffusion loss (`sums_by_bin`).
 
         Args:
-            part: Slice of the global batch that the micro-batch contains.
-            images: Images for the alignment encoder (see `Alignment.fetch`), or None.
+            random_for: Function that returns the random numbers of a stream for this micro-batch.
+            patches: The alignment encoder's patch tokens of the images, or None without alignment.
         """
-
-        def random_for(stream: str) -> StepRandom:
-            return StepRandom(self.cfg.seed, self.step, stream, self.cfg.train.batch_size, part, self.device)
-
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
-        net = self.wrapped[0] if images is None else self.alignment.observe(self.wrapped[0])
+        net = self.wrapped[0] if patches is None else self.alignment.observe(self.wrapped[0])
         random = random_for("diffusion")
         loss_of_sample = self.cfg.diffusion.loss(net, x, labels, random, **self.net.draw_inputs(random_for))  # [b]
-        bin_sums = sums_by_bin(loss_of_sample.detach(), random.quantiles)
         losses = [loss_of_sample.mean()]
-        if images is not None:
-            losses.append(self.alignment.loss(self.wrapped[1], net, images.to(self.device, non_blocking=True)))
-        return losses, bin_sums
+        if patches is not None:
+            losses.append(self.alignment.loss(self.wrapped[1], net, patches))
+        total_loss = sum(losses[1:], losses[0]) / len(self.slices)
+        total_loss.backward()
+        return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), random.quantiles)
 
     def train(self) -> bool:
         """Train from self.step to the end of the run or until a signal arrives. Return whether the run is complete.
