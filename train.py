@@ -54,7 +54,7 @@ def main(cfg: TrainConfig) -> float | None:
     accelerator = start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision, log_with=log_with)
     processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes, accelerator.distributed_type)
-    check_machine(train, accelerator.device)
+    check_machine(train, accelerator.device, accelerator.num_processes)
     processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state)

@@ -247,6 +247,7 @@ class Train(Settings):
     precision: Logged[Precision]
     tf32: Logged[bool]
     compile: Free[Compile]
+    cuda_graphs: Free[Literal["auto", "none", "step"]] = "auto"
     activation_checkpointing: Free[Literal["none", "blocks"]]
     activation_memory_budget: Free[Annotated[float, Field(ge=0, le=1)]]
     cpu_threads: Free[PositiveInt | None]

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed.tensor  # accelerate would import it while torch.Generator is patched
 from conftest import run_train
+from recorded_graph import RecordedGraph
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functional_call
 
+from training import step_graph, trainer
 from training.hooks import LogMetrics
 from training.trainer import Trainer
 
@@ -25,11 +27,15 @@ SETTINGS = {
         "diffusion=sit", "data.num_workers=2",
         "sample.every=6", "sample.num_samples=2", "eval.every=6", "eval.num_samples=4", "eval.num_steps=1",
     ],
+    "graph": ["train.grad_accum_steps=2"],  # the third step captures it
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypatch, name):
+    if name == "graph":
+        monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda *args: None)
+        monkeypatch.setattr(step_graph, "CUDAGraph", RecordedGraph)
     calls, calls_before_step, train_step = [], [], Trainer.train_step
 
     def recorded(waiting, original):

@@ -61,6 +61,7 @@ class SampleGrids(Hook):
     run: RunFolder
     every: int
     sampler: ImageSampler
+    runs_network = True
 
     def __call__(self, trainer: Trainer) -> None:
         file = self.run.samples / f"{store.folder_name(trainer.step)}.png"
@@ -97,6 +98,7 @@ class EvaluationHook(Hook):
 
     run: RunFolder
     every: int
+    runs_network = True
 
     def __call__(self, trainer: Trainer) -> None:
         for key_fields in on_main(partial(self.identify, trainer)):

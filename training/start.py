@@ -64,5 +64,5 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     schedule = f"batch {train.batch_size}, {train.optimizer}, lr {train.lr:g} ({train.schedule})"
     machine = f"{trainer.accelerator.num_processes} x {device.type}"
     numerics = [train.precision, *([f"tf32={train.tf32}"] if device.type == "cuda" else [])]
-    numerics = ", ".join([*numerics, f"compile={resolve_compile(train.compile, device)}"])
-    log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, numerics)
+    numerics += [f"compile={resolve_compile(train.compile, device)}", *(["cuda_graphs=step"] if trainer.graph else [])]
+    log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, ", ".join(numerics))

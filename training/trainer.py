@@ -20,9 +20,11 @@ from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
 from latents.order import BatchOrder, read_batches
 from latents.shards import LatentDataset, latents_for_network
+from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
 from training.optimizers import OPTIMIZERS
 from training.parallel import prepare
+from training.step_graph import StepGraph
 from training.stop import StopSignal
 
 # Number of noise level bins for which losses are reported. Each bin is equally likely in training.
@@ -38,9 +40,13 @@ class Hook:
 
     When a run resumes, the trainer calls the hooks that are due at its step again, because a signal may have interrupted them.
     Hooks can read the trainer's state, but must not change the weights or the optimizer.
+
+    Attributes:
+        runs_network: Whether the hook runs a network, for whose activations the trainer frees the memory of its CUDA graph.
     """
 
     every: int
+    runs_network = False
 
     def measure(self, trainer: Trainer) -> None:
         """The trainer calls this method before the update of the step after which the hook is due.
@@ -95,6 +101,7 @@ class Trainer:
         last_logged_step: Step of the last metrics line.
         image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
         slices: Slices of the global batch, one for each micro-batch of this process.
+        graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_sums: Sums of the diffusion loss and, with alignment, the alignment loss since `last_logged_step`. They remain on the
             device, so no training step waits for the device.
         bin_sums: Sums and counts of the diffusion loss by noise level bin (`sums_by_bin`), also on the device.
@@ -125,6 +132,9 @@ class Trainer:
         size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
+        self.graph: StepGraph | None = None
+        if why_no_cuda_graph(cfg.train, self.device, accelerator.num_processes) is None:
+            self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.last_logged_step = self.image_offset = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
@@ -146,7 +156,7 @@ class Trainer:
         Args:
             micro_batches: (stored latents, labels) for each slice in `self.slices`. With alignment, each tuple also has images.
         """
-        cfg = self.cfg
+        cfg, compute_gradients = self.cfg, self.graph or self.compute_gradients
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (part, micro_batch) in enumerate(zip(self.slices, micro_batches)):
             is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
@@ -156,7 +166,7 @@ class Trainer:
             with contextlib.ExitStack() as stack:
                 for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
-                losses, bin_sums = self.compute_gradients(random_for, stored, labels, *patches)
+                losses, bin_sums = compute_gradients(random_for, stored, labels, *patches)
             losses_of_step += losses / len(self.slices)
             self.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
@@ -210,6 +220,7 @@ class Trainer:
             self.stop = stack.enter_context(contextlib.closing(StopSignal()))
             for hook in self.hooks:
                 stack.callback(hook.close)
+            stack.callback(self.free_graph)
             self._start_clock()
             is_complete = False
             with contextlib.suppress(Interrupted):
@@ -241,8 +252,15 @@ class Trainer:
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
         self.train_sec += time.perf_counter() - self._start_sec
         for hook in due:
+            if hook.runs_network:
+                self.free_graph()
             hook(self)
         self._start_clock()
+
+    def free_graph(self) -> None:
+        """Free the memory of the CUDA graph, if there is one. The next step captures the graph again."""
+        if self.graph is not None:
+            self.graph.reset()
 
     def _start_clock(self) -> None:
         """Start to measure the training time and CUDA's peak memory. Hooks that are due pause both measurements."""
@@ -270,6 +288,8 @@ class Trainer:
         }
         if self.device.type == "cuda":
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            # The peak of allocations does not contain the activations inside a CUDA graph.
+            record["reserved_memory_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
         self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)
         self.last_logged_step, self.train_sec = self.step, 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)

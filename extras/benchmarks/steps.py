@@ -59,7 +59,7 @@ def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVarian
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
     set_seed(cfg.seed)
-    compilation.check_machine(cfg.train, accelerator.device)
+    compilation.check_machine(cfg.train, accelerator.device, accelerator.num_processes)
     net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # otherwise, the accelerator's references would outlive the trainer

@@ -1,0 +1,372 @@
+"""`train.cuda_graphs`: a graph of the step gives the bits of plain steps. tests/gpu captures real graphs."""
+
+import contextlib
+import gc
+import json
+import logging
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_shard, run_train
+from gpu.runs import SMALL, compiler_for, keys_of_repa, trainer_for
+from recorded_graph import RecordedGraph
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from common.errors import UserError
+from edm import EDM
+from runtime import compilation, cuda_graph
+from runtime.compilation import check_machine, why_no_cuda_graph
+from training import step_graph, trainer
+from training.step_graph import StaticRandom, StepGraph
+from training.trainer import StepRandom, Trainer, learning_rate
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+# The graph is captured in step 3 and replayed in steps 3 to 7.
+KEYS = ["model.backbone=DiT-XS/2", "train.num_steps=7", "train.warmup_steps=5", "train.grad_clip_norm=0.1"]
+KEYS += ["train.precision=bf16", "checkpoint.every=4", "checkpoint.keep_last=9"]
+ACCUMULATION = ["train.grad_accum_steps=2", "model.selection=importance"]
+SPRINT = ["model=sprint", "model.path_drop=0.5", "diffusion=sit"]
+SETTINGS = {
+    "tread": [],
+    "accumulation, importance": ACCUMULATION,
+    "accumulation over four": ["train.grad_accum_steps=4"],
+    "sprint, sit": SPRINT,
+    "checkpointing": ["train.activation_checkpointing=blocks"],
+    "muon": ["train.optimizer=muon"],
+    "averages of chosen lengths": ["train.ema_lengths=[0.1,0.2]", "train.ema_snapshot_every=4"],
+    "lightningdit, sit": ["model=lightningdit_tread", "model.backbone=LightningDiT-XS/2", "diffusion=sit"],
+    "moments": ["data=custom"],
+    "moments, sprint, accumulation": ["data=custom", *SPRINT, "train.grad_accum_steps=2"],
+    "repa": ["repa"],
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Fixture: graphs(True) lets the next trainers use a graph, and graphs(False) lets them use none. Return the graphs."""
+    made = []
+
+    def use(are_used):
+        monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda *args: None if are_used else "not in this run")
+        monkeypatch.setattr(step_graph, "CUDAGraph", lambda device: made.append(RecordedGraph(device)) or made[-1])
+        return made
+
+    return use
+
+
+def data_keys(keys, folder):
+    if "repa" in keys:
+        return keys_of_repa(SMALL, folder)
+    if "data=custom" in keys:
+        make_shard(folder / "data" / "a.safetensors", kind="moments", size=8)
+        return [*keys, f"data.path={folder / 'data'}"]
+    return keys
+
+
+def contents(run):
+    """Return all tensors of the run's checkpoints, and its metrics without times."""
+    found = {}
+    for file in sorted((run / "checkpoints").rglob("*.*")):
+        if file.suffix == ".safetensors":
+            found |= {f"{file.parent.name}/{file.name}/{name}": x for name, x in load_file(file).items()}
+        elif file.suffix == ".pt":
+            states = torch.load(file, weights_only=True)["state"]
+            found |= {f"{file.parent.name}/{name}/{key}": x for name, state in states.items() for key, x in state.items()}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return found, [{key: value for key, value in line.items() if "sec" not in key} for line in lines]
+
+
+def differences(first, second):
+    (tensors, lines), (other_tensors, other_lines) = map(contents, (first, second))
+    assert tensors.keys() == other_tensors.keys() and len(lines) == len(other_lines) == 7
+    found = [name for name, x in tensors.items() if not torch.equal(x, other_tensors[name])]
+    return found + [line["step"] for line, other in zip(lines, other_lines) if line != other]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replayed_steps_give_the_bits_of_plain_steps(graphs, tmp_path, name):
+    keys = [*KEYS, *data_keys(SETTINGS[name], tmp_path)]
+    made = graphs(False)
+    plain = run_train(tmp_path, "plain", *keys)
+    assert made == []
+    graphs(True)
+    replayed = run_train(tmp_path, "replayed", *keys)
+    assert differences(plain, replayed) == []
+    assert len(made) == 1 and made[0].calls == []  # one graph serves all micro-batches and is free after training
+
+
+@pytest.mark.parametrize("name", ["tread", "accumulation, importance", "muon"])
+def test_a_resumed_run_warms_up_and_captures_again(graphs, tmp_path, name):
+    graphs(False)
+    plain = run_train(tmp_path, "plain", *KEYS, *SETTINGS[name])
+    graphs(True)
+    for num_steps in (4, 7):
+        run = run_train(tmp_path, "parts", *KEYS, *SETTINGS[name], f"train.num_steps={num_steps}")
+    assert differences(plain, run) == []
+
+
+def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch):
+    made, sizes, call_hooks = graphs(True), [], Trainer._call_hooks
+
+    def record(trainer):
+        call_hooks(trainer)
+        sizes.append(len(made[0].calls))
+
+    monkeypatch.setattr(Trainer, "_call_hooks", record)
+    looks = ["sample.every=5", "sample.num_samples=2", "diffusion.sampler.num_steps=1"]
+    replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
+    # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and grids free it.
+    assert [size > 0 for size in sizes] == [False, False, False, True, True, False, True, False]
+    graphs(False)
+    assert differences(run_train(tmp_path, "plain", *KEYS, *looks), replayed) == []
+
+
+def test_the_graph_is_free_after_an_error(graphs, tmp_path, monkeypatch):
+    made, update = graphs(True), trainer.EMA.update
+
+    def fail(ema, step):
+        update(ema, step)
+        if step == 4:
+            raise ZeroDivisionError(len(made[0].calls))
+
+    monkeypatch.setattr(trainer.EMA, "update", fail)
+    with pytest.raises(ZeroDivisionError) as error:
+        run_train(tmp_path, "run", *KEYS)
+    assert error.value.args[0] > 0 and made[0].calls == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The comparison finds what a graph would freeze.
+
+
+def keep_labels(monkeypatch):
+    fill = StepGraph._fill
+
+    def fill_other_inputs(graph, random_for, inputs):
+        fill(graph, random_for, (inputs[0], graph._inputs[1]) if graph._inputs else inputs)
+
+    monkeypatch.setattr(StepGraph, "_fill", fill_other_inputs)
+
+
+def keep_random_numbers(monkeypatch):
+    monkeypatch.setattr(StaticRandom, "refill", lambda random, source: None)
+
+
+def scale_loss_by_the_rate(monkeypatch):
+    compute_gradients = Trainer.compute_gradients
+
+    def compute(own, *args):
+        before = [None if p.grad is None else p.grad.clone() for p in own.parameters.values()]
+        found = compute_gradients(own, *args)
+        for p, old in zip(own.parameters.values(), before):
+            if old is None:
+                p.grad.mul_(learning_rate(own.cfg.train, own.step) / own.cfg.train.lr)
+        return found
+
+    monkeypatch.setattr(Trainer, "compute_gradients", compute)
+
+
+def lose_gradients(monkeypatch):
+    call = StepGraph.__call__
+
+    def call_and_lose(graph, *args):
+        found = call(graph, *args)
+        if graph._outputs is not None:
+            for p in graph._parameters:
+                p.grad = None
+        return found
+
+    monkeypatch.setattr(StepGraph, "__call__", call_and_lose)
+
+
+def keep_gradients(monkeypatch):
+    monkeypatch.setattr(torch, "_foreach_zero_", lambda tensors: None)
+
+
+def no_replay_after_the_capture(monkeypatch):
+    replay, calls = RecordedGraph.replay, []
+    monkeypatch.setattr(RecordedGraph, "replay", lambda graph: replay(graph) if calls else calls.append(1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (keep_labels, "tread"),
+        (keep_random_numbers, "tread"),
+        (scale_loss_by_the_rate, "tread"),
+        (lose_gradients, "tread"),
+        (no_replay_after_the_capture, "tread"),
+        (keep_gradients, "accumulation, importance"),
+    ],
+)
+def test_the_comparison_finds_what_a_graph_freezes(graphs, tmp_path, monkeypatch, damage, name):
+    keys = [*KEYS, "train.grad_clip_norm=null", *SETTINGS[name]]
+    graphs(False)
+    with monkeypatch.context() as patch:
+        damage(patch)
+        plain = run_train(tmp_path, "plain", *keys)
+    graphs(True)
+    damage(monkeypatch)
+    try:
+        replayed = run_train(tmp_path, "replayed", *keys)
+    except UserError as e:  # NaN
+        assert "NaN" in str(e)
+        return
+    found = differences(plain, replayed)
+    assert 4 in found and 1 not in found  # the first step computes with its own values
+
+
+@pytest.mark.parametrize("inside", [lambda: torch.rand(2), lambda: torch.tensor([1.0])])
+def test_the_stand_in_refuses_what_cuda_does(inside):
+    with pytest.raises(AssertionError, match="inside the graph"):
+        RecordedGraph(CPU).capture(lambda: [inside()])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a capture needs of the trainer.
+
+
+@pytest.mark.parametrize("part", [slice(0, 8), slice(0, 4), slice(4, 8)])
+def test_static_random_numbers_are_those_of_each_step(part):
+    def draw(random):
+        return [random.noise_level("normal"), random.quantiles, random.randn(3, 2), random.rand(), random.randn()]
+
+    sources = [StepRandom(5, step, "diffusion", 8, part, CPU) for step in (0, 0, 1, 1)]
+    static = StaticRandom(sources[0])
+    first = draw(static.rewind())
+    assert all(torch.equal(a, b) for a, b in zip(first, draw(sources[1])))
+    static.refill(sources[2])
+    again = draw(static.rewind())
+    assert all(torch.equal(a, b) for a, b in zip(again, draw(sources[3])))
+    drawn = [0, 2, 3, 4]  # quantiles are computed
+    assert [first[i].data_ptr() for i in drawn] == [again[i].data_ptr() for i in drawn]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("name", ["tread", "accumulation, importance", "repa"])
+def test_no_gradient_node_outlives_a_step(tmp_path, monkeypatch, name, is_kept):
+    """A node that lives on would bring the stream of its step into the capture."""
+    losses, loss = [], EDM.loss
+
+    def mark(edm, *args, **kwargs):
+        losses.append(loss(edm, *args, **kwargs))
+        for p in own.parameters.values():
+            get_gradient_edge(p).node.metadata["step"] = own.step
+        return losses[-1] if is_kept else losses.pop()
+
+    own = trainer_for(CPU, SMALL, tmp_path, *data_keys(SETTINGS[name], tmp_path))
+    monkeypatch.setattr(EDM, "loss", mark)
+    batches = own.batches()
+    for _ in range(2):
+        own.train_step(next(batches))
+    found = [get_gradient_edge(p).node.metadata for p in own.net.blocks.parameters()]
+    assert all(("step" in metadata) == is_kept for metadata in found)
+
+
+def test_gradients_that_are_kept_cause_no_recompilation(tmp_path):
+    with compiler_for(CPU):
+        own = trainer_for(CPU, SMALL, tmp_path, "train.compile=blocks")
+        batches = own.batches()
+        for _ in range(2):
+            own.train_step(next(batches))
+        for p in own.parameters.values():
+            p.grad = torch.zeros_like(p)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            own.train_step(next(batches))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The key, and what a capture asks of CUDA.
+
+
+def settings(mode, compile="blocks"):
+    return SimpleNamespace(cuda_graphs=mode, compile=compile, precision="fp32", activation_memory_budget=1.0)
+
+
+def test_step_is_refused_where_it_cannot_work_and_auto_says_why_it_is_off(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.delenv("TORCHINDUCTOR_CUDAGRAPHS", raising=False)
+    for device, num_processes, reason in ((CPU, 1, "there is no GPU"), (GPU, 2, "several processes")):
+        with pytest.raises(UserError, match=f"train.cuda_graphs=step: .*{reason}"):
+            check_machine(settings("step"), device, num_processes)
+    assert why_no_cuda_graph(settings("step"), GPU, 1) is None
+    assert why_no_cuda_graph(settings("step", compile="none"), GPU, 1) is None
+    caplog.clear()
+    check_machine(settings("auto"), CPU, 1)
+    assert "cuda_graphs" not in caplog.text
+    check_machine(settings("auto"), GPU, 2)
+    assert "train.cuda_graphs=auto uses no CUDA graphs: training runs in several processes" in caplog.text
+    monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
+    with pytest.raises(UserError, match="TORCHINDUCTOR_CUDAGRAPHS=1"):
+        check_machine(settings("step"), GPU, 1)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_auto_is_what_the_constant_says(monkeypatch, is_on):
+    monkeypatch.setattr(compilation, "AUTO_USES_CUDA_GRAPHS", is_on)
+    assert (why_no_cuda_graph(settings("auto"), GPU, 1) is None) == is_on
+    assert why_no_cuda_graph(settings("auto", compile="none"), GPU, 1) == "blocks are not compiled"
+    assert why_no_cuda_graph(settings("none"), GPU, 1)
+
+
+class CUDA:
+    """torch.cuda on a machine without a GPU. `calls` lists what was asked of it."""
+
+    def __init__(self, error=None):
+        self.calls, self.error, self.is_collecting = [], error, None
+
+    def Stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append("capture stream waits"))
+
+    def current_stream(self):
+        return SimpleNamespace(wait_stream=lambda other: self.calls.append("current stream waits"))
+
+    def stream(self, stream):
+        return self.context("stream")
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=partial(self.calls.append, "replay"), reset=partial(self.calls.append, "reset"))
+
+    def graph(self, graph, stream, capture_error_mode):
+        return self.context(f"capture {capture_error_mode}")
+
+    def context(self, name):
+        @contextlib.contextmanager
+        def entered():
+            self.calls.append(name)
+            self.is_collecting = gc.isenabled()
+            try:
+                yield
+            finally:
+                if self.error:
+                    raise self.error
+            self.calls.append("end")
+
+        return entered()
+
+
+def test_warm_up_and_capture_share_a_stream_and_nothing_is_collected_during_the_capture(monkeypatch):
+    cuda = CUDA()
+    monkeypatch.setattr(cuda_graph.torch, "cuda", cuda)
+    graph = cuda_graph.CUDAGraph(GPU)
+    assert graph.warm_up(lambda: 3) == 3
+    assert cuda.calls == ["capture stream waits", "stream", "end", "current stream waits"]
+    cuda.calls.clear()
+    assert graph.capture(lambda: 4) == 4 and cuda.is_collecting is False and gc.isenabled()
+    graph.replay(), graph.reset(), graph.reset()
+    assert cuda.calls == ["capture thread_local", "end", "replay", "reset"]
+
+
+def test_a_capture_that_fails_names_the_key_and_the_first_cause(monkeypatch):
+    def run_out_of_memory() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(cuda_graph.torch, "cuda", CUDA(RuntimeError("capture failed due to a previous error")))
+    with pytest.raises(UserError, match="train.cuda_graphs: .*CUDA out of memory.*set train.cuda_graphs=none$"):
+        cuda_graph.CUDAGraph(GPU).capture(run_out_of_memory)
+    assert gc.isenabled()
