@@ -21,8 +21,8 @@ test: env
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; \
 	else $(BIN)/python -c 'from runtime.machine import check_gpus; check_gpus()' && echo "no GPU: tests/gpu did not run"; fi
 
-# Run the benchmarks and tests/gpu (about 10 minutes on one H200), and append the results to a file in extras/benchmarks/results/.
-# PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS=test_steps` runs a single part.
+# Run the benchmarks and tests/gpu (at most 40 minutes), and append the results to a file in extras/benchmarks/results/.
+# PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS="machine graph_bits"` runs these two parts.
 ifeq ($(origin PYTHON),file)
 gpu: env
 	PYTHON=$(BIN)/python PARTS="$(PARTS)" sh extras/benchmarks/gpu.sh

@@ -26,7 +26,7 @@ from common.files import REPOSITORY
 from configs.compose import compose_overrides
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
-from extras.benchmarks import harness, steps
+from extras.benchmarks import harness, kernels, steps
 from extras.benchmarks.evidence import FOLDER, NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens, show_unplanned
 from extras.benchmarks.harness import TimedVariant, measure
 from routing_module import Route
@@ -246,17 +246,17 @@ def test_a_wrong_argument_is_refused():
             benchmarks.main(arguments)
 
 
-# Replaces Python on a machine with 2 GPUs. It records its arguments. The tests fail, and step_xl2 exceeds its time.
+# Replaces Python on a machine with 2 GPUs. It records its arguments and environment. The tests fail, step_xl2 exceeds its time.
 PYTHON = """#!{python}
-import json, sys
+import json, os, sys
 if sys.argv[1] == "-c":
     print("2 NVIDIA Example GPU (80GB)")
     sys.exit()
 with open("calls.jsonl", "a") as f:
     f.write(json.dumps(sys.argv[1:]) + "\\n")
-print("output of", *sys.argv[1:4])
+print("output of", *sys.argv[1:4], *[key for key in os.environ if key.startswith("TORCHINDUCTOR_C")])
 print("reason", file=sys.stderr)
-sys.exit({{"pytest": 3, "extras.benchmarks": 124 * ({{"step", "train.batch_size=32"}} <= {{*sys.argv}})}}.get(sys.argv[2], 0))
+sys.exit({{"pytest": 3, "extras.benchmarks": 124 * sys.argv[-2].endswith("step_xl2.json")}}.get(sys.argv[2], 0))
 """
 
 
@@ -279,34 +279,86 @@ def run_script(tmp_path):
 def test_a_part_that_fails_is_noted_in_the_results_file_and_the_next_part_runs(run_script, tmp_path):
     code, output = run_script()
     assert code == 1 and "step_parallel: done" in output
-    assert "failed: step_xl2 test_evaluation test_numerics test_runs test_steps; " in output
-    (file,) = (tmp_path / "extras/benchmarks/results").iterdir()
-    assert file.name.startswith("gpu_example-gpu-80gb-_20")
+    assert "failed: graph_bits step_xl2 resume test_evaluation test_numerics test_runs test_steps; " in output
+    file, folder = sorted((tmp_path / "extras/benchmarks/results").iterdir(), key=lambda path: path.is_dir())
+    assert file.name.startswith("gpu_example-gpu-80gb-_20") and folder.name == file.stem
     text = file.read_text()
     assert text.startswith("output of -m extras.benchmarks.versions")  # versions
-    assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 90 s" in text and text.count("reason") == 5
+    assert "## test_steps: exit code 3" in text and "## step_xl2: stopped after 170 s" in text and text.count("reason") == 7
     assert "## step_b2: done" in text and "\noutput of -m extras.benchmarks step\n" in text
+    for part, variable in (("cpp_wrapper", "CPP_WRAPPER"), ("trees", "CUDAGRAPHS")):
+        section = text.split(f"## {part}: done")[1].split("##")[0]
+        assert f"    env TORCHINDUCTOR_{variable}=1 python -m extras.benchmarks step" in section
+        assert f"output of -m extras.benchmarks step TORCHINDUCTOR_{variable}\n" in section
     assert run_script(parts="step_b2")[0] == 0 and file.read_text().count("## step_b2: done") == 2  # appended
 
 
+def test_three_lines_of_parts_take_less_than_ten_minutes_each():
+    script = (REPOSITORY / "extras/benchmarks/gpu.sh").read_text()
+    limits = {part: int(limit) for part, limit in re.findall(r"^run_part (\w+) (\d+)", script, re.MULTILINE)}
+    lines = re.findall(r'^all="(?:\$all )?(.*)"$', script, re.MULTILINE)
+    assert all(sum(limits[part] for part in line.split()) <= 560 for line in lines[:3])
+
+
 def test_every_benchmark_command_of_the_script_is_valid(run_script, tmp_path, monkeypatch, capsys):
-    measured = []
+    measured, called = [], []
     monkeypatch.setattr(steps, "measure", lambda builders, *_: measured.append(len(builders)))
     monkeypatch.setattr(steps, "report", lambda *_: None)
     monkeypatch.setattr(steps, "build_step", lambda *_: TimedVariant(lambda: torch.ones(2) * 2, 1, 0))  # for profile
+
+    def record_as(name):
+        return lambda: called.append(name)
+
+    for name in ("machine", "update", "attention", "denoiser"):
+        monkeypatch.setattr(kernels, name, record_as(name))
     run_script()
+    monkeypatch.chdir(tmp_path)
     for arguments in map(json.loads, (tmp_path / "calls.jsonl").read_text().splitlines()):
         if "extras.benchmarks" in arguments:
             forget_accelerate()
             benchmarks.main(arguments[arguments.index("extras.benchmarks") + 1 :])
-    assert measured == [3, 3, 2]  # variants of each benchmark
-    assert capsys.readouterr().out.count("aten::mul") == 2  # the tables of profile
+    assert measured == [4, 2, 2, 1, 8, 1, 1, 4, 4, 2, 1]  # variants of each benchmark
+    assert called == ["machine", "update", "attention", "denoiser"]
+    assert capsys.readouterr().out.count("aten::mul") == 4  # the tables of profile
+    assert len([*tmp_path.rglob("profile/*.json.gz")]) == 4
 
 
 def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script, tmp_path):
-    parts = "step_xl2 profile step_b2 step_parallel test_evaluation test_numerics test_runs test_steps"
+    parts = "machine graph_bits step_xl2 profile cpp_wrapper trees one_core small xl2_256_tread xl2_256_dense s2_256 update "
+    parts += "attention resume denoiser step_b2 step_parallel long_xl2 test_evaluation test_numerics test_runs test_steps"
     assert run_script(parts="test") == (1, f"PARTS=test is not a part; use {parts}\n")
     assert "gpu: install what is missing" in run_script(python="false")[1]
     (tmp_path / "python").write_text('#!/bin/sh\n[ "$1" != -c ]\n')  # all packages, but no GPU
     assert run_script() == (1, "gpu: torch finds no CUDA GPU on this machine\n")
     assert not [*(tmp_path / "extras/benchmarks/results").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["machine", "update", "attention", "denoiser"])
+def test_parts_of_a_step_are_measured_on_a_cpu_with_small_sizes(run, monkeypatch, name):
+    for key in ("ADD", "GRAPH_NODES", "PYTHON_ADDITIONS"):
+        monkeypatch.setattr(kernels, key, 10)
+    small = {"update": ["backbone=DiT-XS/8"], "attention": ["batch_size=1"]}
+    small["denoiser"] = ["backbones=[DiT-XS/8]", "batch_sizes=[1,2]"]
+    text, rows = run(name, *small.get(name, []), *(["repeats=1"] if name in small else []))
+    assert len(rows) == {"machine": 1, "update": 2, "attention": 2, "denoiser": 2}[name]
+    assert all(float(next(row[key] for key in row if key.startswith(("ms", "us")))) > 0 for row in rows)
+    assert "\n- commit: " in text
+
+
+def test_one_update_of_weights_and_average_equals_adamw_and_the_average():
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    averages, gradients = [torch.randn_like(p) for p in weights], [torch.randn_like(p) for p in weights]
+    plain, own_averages = [p.detach().clone() for p in weights], [x.clone() for x in averages]
+    first, second = [torch.zeros_like(p) for p in plain], [torch.zeros_like(p) for p in plain]
+    optimizer = torch.optim.AdamW(weights, lr=kernels.LR, betas=kernels.BETAS, eps=kernels.EPS, weight_decay=0.0)
+    for step in range(1, 4):
+        for p, gradient in zip(weights, gradients):
+            p.grad = gradient
+        optimizer.step()
+        torch._foreach_lerp_(averages, [p.detach() for p in weights], 1 - kernels.EMA_DECAY)
+        corrections = [1 - beta**step for beta in kernels.BETAS]
+        numbers = map(torch.tensor, (kernels.LR / corrections[0], corrections[1] ** 0.5, 1 - kernels.EMA_DECAY))
+        kernels.update_in_one_pass(plain, gradients, first, second, own_averages, *numbers)
+    for ours, theirs in zip([*plain, *own_averages], [*weights, *averages]):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from gpu import test_evaluation, test_numerics, test_runs, test_steps
 from gpu.runs import FULL, SMALL, config_for
+from recorded_graph import RecordedGraph
 
 from guidance import none
 from routing_module import TokenRouter
 from runtime.compilation import compile_network
 from sampling.sampler import ImageSampler
-from training import parallel
+from training import parallel, step_graph, trainer
 
 CPU = torch.device("cpu")
 CFG, SPARSE = test_numerics.GUIDANCES
@@ -23,8 +24,26 @@ def test_the_numerics_run_on_a_cpu():
     test_numerics.test_gradients_of_attention_are_finite_where_all_logits_are_far_below_zero(CPU, 64)
 
 
-def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch):
-    test_runs.test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(CPU, SMALL, tmp_path, monkeypatch)
+def stand_in_for_graphs(monkeypatch):
+    monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda train, *_: None if train.cuda_graphs == "step" else "none")
+    monkeypatch.setattr(step_graph, "CUDAGraph", RecordedGraph)
+
+
+@pytest.mark.parametrize("graphs", ["none", "step"])
+def test_a_save_during_training_runs_on_a_cpu(tmp_path, monkeypatch, graphs):
+    stand_in_for_graphs(monkeypatch)
+    test_runs.test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(CPU, SMALL, tmp_path, monkeypatch, graphs)
+
+
+@pytest.mark.parametrize("kind", test_steps.GRAPH_KINDS)
+def test_the_comparison_of_graphs_runs_on_a_cpu(tmp_path, monkeypatch, kind):
+    stand_in_for_graphs(monkeypatch)
+    test_steps.test_a_graph_gives_the_bits_of_plain_steps(CPU, SMALL, tmp_path, kind)
+    if kind == "tread":
+        test_steps.test_a_graph_gives_what_plain_steps_learn_with_the_attention_of_training(CPU, SMALL, tmp_path)
+        monkeypatch.setattr(step_graph.StaticRandom, "refill", lambda *_: None)
+        with pytest.raises(AssertionError):
+            test_steps.test_a_graph_gives_the_bits_of_plain_steps(CPU, SMALL, tmp_path, kind)
 
 
 def test_a_group_of_one_process_runs_on_a_cpu(tmp_path):

@@ -4,14 +4,15 @@
     python -m extras.benchmarks step 'variants=["model=dit","model=tread train.compile=blocks"]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step model=tread train.batch_size=256
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
+    python -m extras.benchmarks machine                  # how fast the CPU starts kernels; also: update, attention, denoiser
     python -m extras.benchmarks evidence                 # the tables of our Fashion-MNIST runs
     python -m extras.benchmarks collect output=new.jsonl # all evaluations of runs/, as in extras/benchmarks/results
     python -m extras.benchmarks guided jobs=2            # the runs of results/fashion_guided_time.md, two at a time
 
-`variants`, `rounds`, `steps` and `warmup` are benchmark keys. All other keys are train.py keys. A variant consists of one or more
-train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without data.path, it uses
-random latents. Variants run in turns. The benchmark prints Markdown to stdout: machine, versions, commit, command and date,
-followed by one row per variant. `make gpu` runs tests/gpu and these benchmarks, and writes one results file.
+`variants`, `rounds`, `steps`, `warmup`, `turns` and `traces` are benchmark keys. All other keys are train.py keys. A variant
+consists of one or more train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without
+data.path, it uses random latents. Variants run in turns. The benchmark prints Markdown to stdout: machine, versions, commit,
+command and date, followed by one row per variant. `make gpu` runs tests/gpu and these benchmarks, and writes one results file.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from configs import command_line as cli
 STEPS = "extras.benchmarks.steps"
 EVIDENCE = "extras.benchmarks.evidence"
 GUIDED = "extras.benchmarks.guided"
+KERNELS = "extras.benchmarks.kernels"
 COMMANDS = {
     "step": f"{STEPS}:step", "profile": f"{STEPS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
     "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
+    "machine": f"{KERNELS}:machine", "update": f"{KERNELS}:update", "attention": f"{KERNELS}:attention",
+    "denoiser": f"{KERNELS}:denoiser",
 }  # fmt: skip
-OWN_KEYS = ("variants", "rounds", "steps", "warmup")
+OWN_KEYS = ("variants", "rounds", "steps", "warmup", "turns", "traces")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from checkpoints.provenance import describe_start
+from common.files import write_atomically
 from evaluations.results import markdown_table
 
 NOTES = """`ms`: the median of all timed calls. `kernel ms` (CUDA): the time in which the GPU computes during one call. If `ms` is
-much longer, the GPU waits for the CPU, which starts the kernels. `images/s`: the rate of one process. `TFLOP/s`: its rate of
-matrix products, which becomes the MFU if you divide it by the peak of the GPU. `time / first`: the median of the variant divided
-by the median of the first variant in the same round. The table shows the median over rounds.
+much longer, the GPU waits for the CPU, which starts the kernels. `host ms` (CUDA): the time that the CPU needs to start one call.
+`peak GiB`, `reserved GiB` (CUDA): allocated and reserved memory; only the latter contains the activations in CUDA graphs.
+`images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which becomes the MFU if you divide it by the peak of
+the GPU. `time / first`: the median of the variant divided by the median of the first variant in the same round. The table shows
+the median over rounds.
 """
 
 
@@ -54,7 +59,12 @@ class TimedVariant:
 
 
 def measure(
-    builders: Mapping[str, Callable[[], TimedVariant]], device: torch.device, rounds: int, steps: int, warmup: int
+    builders: Mapping[str, Callable[[], TimedVariant]],
+    device: torch.device,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    turns: Path | None = None,
 ) -> list[dict[str, object]]:
     """Time variants in turns (A B A B), so that other load on the machine affects all variants. Return one record per variant.
 
@@ -62,11 +72,14 @@ def measure(
         builders: Functions that build each variant. All variants stay on the device until the benchmark ends.
         steps: Number of timed calls in each of the `rounds` turns.
         warmup: Number of untimed calls before a variant's first turn.
+        turns: JSON file for the milliseconds of each call by variant, in one list per turn.
     """
     variants = {name: build_and_warm_up(opener, device, warmup) for name, opener in builders.items()}
     for _, (name, variant) in itertools.product(range(rounds), variants.items()):
         variant.turns.append(time_ms(variant.action, steps, device, warmup=1))
         sys.stderr.write(f"{name}: {np.median(variant.turns):.4g} ms\n")  # printed even if the benchmark stops early
+        if turns is not None:
+            write_atomically(turns, json.dumps({name: variant.turns for name, variant in variants.items()}))
     first = next(iter(variants.values()))
     return [{"variant": name} | summarise(variant, first) for name, variant in variants.items()]
 
@@ -74,10 +87,11 @@ def measure(
 def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
     """Build a variant and warm it up.
 
-    Add columns for the time of the first call and, on CUDA, the time in which the GPU computes and the peak memory.
+    Add columns for the time of the first call and, on CUDA, for the times in which the GPU computes and the CPU starts kernels,
+    and for the peak memory.
     """
     is_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated() if is_cuda else 0
+    before, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if is_cuda else (0, 0)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     variant = opener()
@@ -85,8 +99,18 @@ def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, 
     time_ms(variant.action, 0, device, warmup)
     if is_cuda:
         variant.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        variant.columns["reserved GiB"] = (torch.cuda.max_memory_reserved() - reserved) / 2**30
         variant.columns["kernel ms"] = measure_kernels_ms(variant.action)
+        variant.columns["host ms"] = float(np.median([measure_host_ms(variant.action) for _ in range(5)]))
     return variant
+
+
+def measure_host_ms(action: Callable[[], object]) -> float:
+    """Return the milliseconds that one call takes on the CPU, without waiting for the GPU, which is idle before the call."""
+    torch.cuda.synchronize()
+    start_sec = time.perf_counter()
+    action()
+    return 1000 * (time.perf_counter() - start_sec)
 
 
 def measure_kernels_ms(action: Callable[[], object]) -> float:

@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from common.errors import UserError
-from common.types import PositiveInt
+from common.files import make_folder
+from common.types import PositiveInt, Text
 from configs import schema
 from configs.command_line import parse_config
 from configs.compose import compose_overrides
@@ -70,9 +71,17 @@ def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVarian
 
 
 def step(
-    variants: list[str] = ("",), overrides: list[str] = (), rounds: PositiveInt = 5, steps: PositiveInt = 3, warmup: int = 2
+    variants: list[str] = ("",),
+    overrides: list[str] = (),
+    rounds: PositiveInt = 5,
+    steps: PositiveInt = 3,
+    warmup: int = 2,
+    turns: Text | None = None,
 ) -> list[dict[str, object]]:
-    """Time the training step of each variant (train.py arguments separated by spaces). `overrides` apply to all variants."""
+    """Time the training step of each variant (train.py arguments separated by spaces). `overrides` apply to all variants.
+
+    `turns` is a JSON file for the time of every step.
+    """
     with TemporaryDirectory() as folder:
         cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
         keys = ("precision", "tf32", "cpu_threads", "activation_memory_budget")
@@ -81,22 +90,28 @@ def step(
         train = cfgs[variants[0]].train
         accelerator = machine.start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision)
         builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}
-        records = measure(builders, accelerator.device, rounds, steps, warmup)
+        records = measure(builders, accelerator.device, rounds, steps, warmup, turns and Path(turns))
         report("Step", accelerator, records)
     leave()
     return records
 
 
-def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: PositiveInt = 3) -> None:
-    """Print the operations that take the most time in `steps` training steps of each variant."""
+def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: PositiveInt = 3, traces: Text | None = None) -> None:
+    """Print the operations that take the most time in `steps` training steps of each variant.
+
+    `traces` is a folder for one timeline per variant (<number>.json.gz), which https://ui.perfetto.dev shows.
+    """
     with TemporaryDirectory() as folder:
-        for variant in variants:
+        for number, variant in enumerate(variants):
             cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
             accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
             variant_step = build_step(accelerator, cfg)
             time_ms(variant_step.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
             with torch.profiler.profile() as profiled:
                 time_ms(variant_step.action, steps, accelerator.device)
+            if traces is not None:
+                make_folder(Path(traces))
+                profiled.export_chrome_trace(str(Path(traces, f"{number}.json.gz")))
             order = f"self_{accelerator.device.type}_time_total"
             table = profiled.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=80)
             sys.stdout.write(f"# {variant}\n\n```text\n{table}\n```\n")

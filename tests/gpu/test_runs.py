@@ -23,9 +23,10 @@ from training.optimizers import get_state
 from training.saving import CheckpointHook
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path):
+@pytest.mark.parametrize("graphs", ["none", "step"])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path, graphs):
     keys = ["model=tread", "model.backbone=DiT-XS/2", "train.precision=bf16", "train.grad_clip_norm=1", "checkpoint.every=4"]
-    keys += ["train.compile=none"]  # compiled kernels may use other tile sizes
+    keys += ["train.compile=none", f"train.cuda_graphs={graphs}"]  # compiled kernels may use other tile sizes
     with sdpa_kernel(SDPBackend.MATH):  # other attention kernels add gradients in no fixed order
         whole = run_train(tmp_path, "whole", *keys, "train.num_steps=8")
         run_train(tmp_path, "parts", *keys, "train.num_steps=4")
@@ -68,7 +69,8 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_can_be_sampled
     assert len(results) == 4 and all("fd_digits" in line for line in results)
 
 
-def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(device, size, tmp_path, monkeypatch):
+@pytest.mark.parametrize("graphs", ["none", "step"])
+def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(device, size, tmp_path, monkeypatch, graphs):
     def copy(trainer):
         """Return host copies of weights, averages and AdamW's states, after the device has computed them."""
         states = get_state(trainer.optimizers, trainer.parameters)
@@ -77,7 +79,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
 
     begun, may_write, save = [], threading.Event(), store.save
     monkeypatch.setattr(store, "save", lambda *args: (begun.append(args[1].step), may_write.wait(60), save(*args))[2])
-    trainer = trainer_for(device, size, tmp_path)
+    trainer = trainer_for(device, size, tmp_path, f"train.cuda_graphs={graphs}")
     run, batches, expected = RunFolder(str(tmp_path), "run"), trainer.batches(), {}
     run.open()
     saving = CheckpointHook(run, 1, keep_last=9, keep_every=0)
@@ -99,6 +101,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
         moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
         assert (found.model | found.ema | moments).keys() == values.keys()
         assert all(torch.equal(x, values[name]) for name, x in (found.model | found.ema | moments).items())
+    trainer.free_graph()
 
 
 def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):

@@ -1,0 +1,177 @@
+"""Measure what decides the speed of a step on one machine: how fast the CPU starts kernels, and single parts of a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import dit
+from common.types import PositiveInt
+from edm import EDM
+from extras.benchmarks.harness import report, time_ms
+from runtime import machine as machine_settings
+from runtime.compilation import compile_network, resolve_compile
+from runtime.cuda_graph import CUDAGraph
+from runtime.processes import leave
+
+LR, BETAS, EPS, EMA_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.9999
+ADD, GRAPH_NODES, PYTHON_ADDITIONS = 5000, 2000, 10**7  # how often `machine` repeats each of its operations
+
+
+def _start() -> Accelerator:
+    return machine_settings.start_accelerator(None, precision="bf16")
+
+
+def _report(title: str, accelerator: Accelerator, records: list[dict[str, object]]) -> None:
+    report(title, accelerator, records)
+    leave()
+
+
+def _capture(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    graph = CUDAGraph(device)
+    for _ in range(3):
+        graph.warm_up(function)
+    graph.capture(function)
+    return graph.replay
+
+
+def machine() -> None:
+    """Measure the costs of starting a kernel, of a node in a CUDA graph and of Python, and the load of the CPU."""
+    accelerator = _start()
+    device = accelerator.device
+    x, is_cuda = torch.zeros(1, device=device), device.type == "cuda"
+
+    def add(times: int) -> None:
+        for _ in range(times):
+            x.add_(1)
+
+    def elapsed_us(action: Callable[[], object], times: int) -> float:
+        action()
+        time_ms(int, 0, device)  # waits for the device
+        start_sec = time.perf_counter()
+        action()
+        time_ms(int, 0, device)
+        return 1e6 * (time.perf_counter() - start_sec) / times
+
+    record: dict[str, object] = {"us per add_": elapsed_us(lambda: add(ADD), ADD)}
+    if is_cuda:
+        record["us per node of a graph"] = elapsed_us(_capture(lambda: add(GRAPH_NODES), device), GRAPH_NODES)
+    start_sec, total = time.perf_counter(), 0
+    for i in range(PYTHON_ADDITIONS):
+        total += i
+    record["ns per addition in Python"] = 1e9 * (time.perf_counter() - start_sec) / PYTHON_ADDITIONS
+    record |= {"cores": os.cpu_count(), "visible cores": machine_settings.visible_cores(), "load": list(os.getloadavg())}
+    if Path("/proc/stat").exists():
+        fields = Path("/proc/stat").read_text().split()
+        record["share stolen by other machines"] = int(fields[8]) / max(sum(map(int, fields[1:9])), 1)
+        model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        record["CPU"] = model[0].partition(": ")[2] if model else ""
+    _report("Machine", accelerator, [record])
+
+
+def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
+    """Time fused AdamW and the EMA as the trainer calls them, and as one compiled update whose rate is a tensor.
+
+    The trainer reads and writes 40 bytes per parameter for both, and one pass 36.
+    """
+    accelerator = _start()
+    device = accelerator.device
+    net = dit.build(backbone, input_size=32, in_channels=4, num_classes=1000).to(device)
+    weights = [p for p in net.parameters() if p.requires_grad]
+    plain = [p.detach() for p in weights]
+    averages, first, second, gradients = ([torch.rand_like(p) for p in plain] for _ in range(4))
+    for p, gradient in zip(weights, gradients):
+        p.grad = gradient
+    optimizer = torch.optim.AdamW(weights, lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
+
+    def as_trained() -> None:
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, weights, 1 - EMA_DECAY)
+
+    numbers = [torch.tensor(number, device=device) for number in (LR, 1.0, 1 - EMA_DECAY)]
+    compiled = torch.compile(update_in_one_pass) if resolve_compile("auto", device) == "blocks" else update_in_one_pass
+
+    def as_one_pass() -> None:
+        with torch.no_grad():
+            compiled(plain, gradients, first, second, averages, *numbers)
+
+    records = []
+    for name, action in (("fused AdamW, then EMA", as_trained), ("one compiled update", as_one_pass)):
+        start_sec = time.perf_counter()
+        time_ms(action, 1, device)
+        first_sec = time.perf_counter() - start_sec
+        records.append({"variant": name, "ms": float(np.median(time_ms(action, repeats, device, 2))), "first call s": first_sec})
+    _report("Update of the weights and their average", accelerator, records)
+
+
+def update_in_one_pass(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    averages: list[Tensor],
+    rate: Tensor,
+    root: Tensor,
+    ema_weight: Tensor,
+) -> None:
+    """Update weights by AdamW, and their average. `rate` and `root` contain the bias corrections of the moments."""
+    for p, g, m, v, average in zip(weights, gradients, first, second, averages):
+        m.lerp_(g, 1 - BETAS[0])
+        v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
+        p.sub_(rate * m / (v.sqrt() / root + EPS))
+        average.add_(ema_weight * (p - average))
+
+
+def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
+    """Time attention of DiT-XL/2 (16 heads of 72) with each kernel, for routed and dense blocks, forward and backward."""
+    accelerator = _start()
+    device, records = accelerator.device, []
+    backends = ["FLASH_ATTENTION", "CUDNN_ATTENTION"] if device.type == "cuda" else ["MATH"]
+    for num_tokens in (128, 256):
+        q, k, v = (
+            torch.randn(batch_size, 16, num_tokens, 72, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+
+        def call(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            scaled_dot_product_attention(q, k, v).sum().backward()
+
+        for backend in backends:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                ms = float(np.median(time_ms(call, repeats, device, 3)))
+            records.append({"tokens": num_tokens, "kernel": backend, "ms": ms})
+    _report("Attention", accelerator, records)
+
+
+def denoiser(
+    backbones: list[str] = ("DiT-XL/2", "DiT-S/2"), batch_sizes: list[int] = (16, 64), repeats: PositiveInt = 20
+) -> None:
+    """Time one denoiser call with guidance=cfg, which doubles the batch: with kernels started one by one, and as a CUDA graph."""
+    accelerator = _start()
+    device, records = accelerator.device, []
+    for backbone in backbones:
+        net = dit.build(backbone, input_size=32, in_channels=4, num_classes=1000).to(device).eval()
+        compile_network(net, resolve_compile("auto", device))
+        for size in batch_sizes:
+            x, sigma, y = torch.randn(2 * size, 4, 32, 32), torch.ones(2 * size), torch.zeros(2 * size, dtype=torch.int64)
+            inputs = [tensor.to(device) for tensor in (x, sigma, y)]
+
+            @torch.no_grad()
+            def call(net: dit.DiT = net, inputs: list[Tensor] = inputs) -> Tensor:
+                with torch.autocast(device.type, torch.bfloat16):
+                    return EDM().denoise(net, *inputs)
+
+            record = {"backbone": backbone, "images": size, "ms": float(np.median(time_ms(call, repeats, device, 3)))}
+            if device.type == "cuda":
+                record["ms as a graph"] = float(np.median(time_ms(_capture(call, device), repeats, device, 3)))
+            records.append(record)
+    _report("Denoiser", accelerator, records)
