@@ -1,4 +1,4 @@
-"""Compose a configuration from configs/*.yaml, a row of configs/experiments.py and the command-line arguments."""
+"""Compose a configuration from the files in configs/ and the command-line arguments."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 
 import hydra
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.files import REPOSITORY
 from configs.settings import GROUPS, flatten, nearest
-from extras.experiments import ROWS
 
 CONFIGS = REPOSITORY / "configs"
 
@@ -33,6 +26,7 @@ def help_text(config_name: str) -> str:
     config_name = config_name if config_name in ("sample", "fid") else "config"  # train.py also takes files of the user's own
     groups = {"config": ["*/*.yaml"]}.get(config_name, ["sampling.yaml", "guidance/*.yaml"])
     files = [file for group in (f"{config_name}.yaml", *groups) for file in sorted(CONFIGS.glob(group))]
+    files = [file for file in files if file.parent.name != "experiment"]
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
     choices = "== Configuration groups ==\n$APP_CONFIG_GROUPS\n" if config_name == "config" else ""
     docstring, keys = ((text or "").replace("$", "$$") for text in (sys.modules["__main__"].__doc__, keys))
@@ -63,54 +57,9 @@ def parse_argument(argument: str) -> Override:
         raise UserError(explain(e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e)))) from e
 
 
-class RowSource(ConfigSource):
-    """Presents the rows of the tables to Hydra as the files experiment/<name>.yaml of another configs/ folder."""
-
-    files = {f"experiment/{name}": row for name, row in ROWS.items()}
-
-    @staticmethod
-    def scheme() -> str:
-        return "rows"
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return bool(self.list(config_path, None))
-
-    def is_config(self, config_path: str) -> bool:
-        return config_path in self.files
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        folder = f"{config_path}/" if config_path else ""
-        inside = [file.removeprefix(folder) for file in self.files if file.startswith(folder)]
-        if results_filter == ObjectType.CONFIG:
-            return sorted(inside)  # with the rows of subfolders, because experiment=glob(*) chooses from this list
-        kinds = {name: ObjectType.GROUP if slash else ObjectType.CONFIG for name, slash, _ in (x.partition("/") for x in inside)}
-        return sorted(name for name, kind in kinds.items() if results_filter in (None, kind))
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        row, choices, node = self.files[config_path], {}, OmegaConf.create()
-        node.name = f"{row.name.replace('/', '_')}_seed${{seed}}"
-        for override in map(parse_argument, row.arguments.split()):
-            if override.key_or_group in GROUPS:
-                choices[override.get_key_element().lstrip("+")] = override.value()  # such as guidance@eval.guidance
-            else:
-                OmegaConf.update(node, override.key_or_group, override.value())
-        node.experiment = {key: value for key, value in asdict(row).items() if key != "arguments"}
-        node.defaults = [*({f"override /{group}": choice} for group, choice in choices.items()), "_self_"]
-        return ConfigResult(self.provider, self.full_path(), node, header={"package": "_global_"})
-
-
-class RowPath(SearchPathPlugin):
-    """Let Hydra search `RowSource` after configs/ and --config-dir."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("rows", "rows://")
-
-
-Plugins.instance().register(RowSource)
-Plugins.instance().register(RowPath)
+def row_names() -> list[str]:
+    """Return the names of all rows of the papers' tables, which are files in configs/experiment/."""
+    return sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
@@ -143,6 +92,5 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
     if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
         return "experiment is set already, by default to null: write experiment=... without +"
     if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
-        files = "configs/experiments.py, extras/experiments.py, configs/experiment/ or --config-dir"
-        return f"experiment={unknown[1]} is not in {files}{nearest(unknown[1], ROWS)}"
+        return f"experiment={unknown[1]} is not in configs/experiment/ or --config-dir{nearest(unknown[1], row_names())}"
     return text

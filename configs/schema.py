@@ -314,7 +314,7 @@ class Wandb(Settings):
 class TrainConfig(Settings):
     name: Free[FolderName]
     output_dir: Free[Text]
-    experiment: Free[dict[str, Any] | None]  # the fields of a configs.experiments.Row
+    experiment: Free[dict[str, Any] | None]  # see configs/experiment/bases/row.yaml
     seed: SameSeed[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
     resume: Free[Literal["auto", "never"]]
     init_from: SameRun[Text | None]

@@ -138,11 +138,11 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
 def nearest(key: str, known: Iterable[str]) -> str:
     """Return up to three similar names as text, such as `; nearest: train.lr`. Names with the same end come first.
 
-    The end of a key follows its last dot, and the end of a row of the paper, such as `table2/dit_b2`, may be the whole `key`.
+    The end of a key follows its last dot, and the whole `key` may be the end of a row's name, such as `table2_dit_b2`.
     """
     names = {other.lower(): other for other in known if other != key}
     end = key.lower().rpartition(".")[2]
-    same = [other for name, other in names.items() if name.rpartition(".")[2] == end or name.endswith(f"/{end}")]
+    same = [other for name, other in names.items() if name.rpartition(".")[2] == end or name.endswith(f"_{end}")]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
     return f"; nearest: {', '.join([*dict.fromkeys(near)][:3])}" if near else ""
 

@@ -82,8 +82,6 @@ def test_the_core_imports_an_extra_only_for_the_key_that_selects_it():
         path = REPOSITORY / module.replace(".", "/")
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         found = [line for line in file.read_text().splitlines() if re.match(r" *(from|import) extras\b", line)]
-        if module == "configs.compose":
-            found.remove("from extras.experiments import ROWS")  # the rows of the papers' tables
         for line in found:
             reason = re.search(r"^ +.*  # imported only for ([\w.]+)", line)
             assert reason and reason[1] in keys, f"{module}: {line.strip()}: state the key: '# imported only for <key>'"

@@ -133,7 +133,7 @@ def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(
         point = {"arm": "dense", "seed": seed, "step": 10, "guidance": "cfg", "scale": scale, "first_seed": 0, "num_samples": 20}
         return point | {"metrics": dict.fromkeys(NAMES, distance)}
 
-    monkeypatch.setattr(guided, "ARMS", {"dense": Arm("fashion/dit_xs4", 10, ("cfg",), seeds=[10, 11])})
+    monkeypatch.setattr(guided, "ARMS", {"dense": Arm("fashion_dit_xs4", 10, ("cfg",), seeds=[10, 11])})
     monkeypatch.setattr(guided, "PRIMARY", ("dense",))
     monkeypatch.setattr(guided, "TIMES", ("full",))
     lines = [line(10, 1.5, 20.0), line(10, 2.0, 21.0), line(11, 1.5, 40.0), line(11, 2.0, 20.0)]
@@ -153,7 +153,7 @@ def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(
 
 
 def test_a_failed_secondary_run_does_not_stop_the_primary_comparisons(prepared, monkeypatch):
-    monkeypatch.setitem(guided.ARMS, "dense-46", Arm("fashion/dit_xs4", 20, ("cfg",), seeds=[10]))
+    monkeypatch.setitem(guided.ARMS, "dense-46", Arm("fashion_dit_xs4", 20, ("cfg",), seeds=[10]))
     ran = []
 
     def run_but_one(given, jobs, recorder):

@@ -33,7 +33,7 @@ def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance
     latents, autoencoder = lightning
     tiny = ["model.backbone=LightningDiT-XS/2", "train.precision=fp32", "train.num_steps=2", "sample.every=2"]
     tiny += ["sample.num_samples=2"]
-    run = train("run", "experiment=lightning/xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
+    run = train("run", "experiment=lightning_xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
     # The network predicts a velocity of 0: its squared error is about 2, and its cosine with any target is 0, which adds 1.
     assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)
     with Image.open(next((run / "samples").glob("*.png"))) as grid:

@@ -10,14 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from configs.compose import compose_overrides
-from extras.experiments import ROWS
+from configs.compose import compose_overrides, row_names
 from extras.report.__main__ import main
-from extras.report.experiments import change_words, changes_of, curve_measure, group
+from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
 
-DIT, TREAD = "table2/dit_b2", "table2/dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
+DIT, TREAD = "table2_dit_b2", "table2_dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
 
@@ -106,7 +105,7 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
     guided = {DIT: {1.25: 20.0, 1.5: 10.0, 2.0: 30.0}, TREAD: {1.25: 9.0, 1.5: 15.0, 2.0: 30.0}}
     for name, values in guided.items():
         for seed, shift in ((0, -1), (1, 1)):
-            (folder,) = runs.glob(f"{name.replace('/', '_')}_seed{seed}*")
+            (folder,) = runs.glob(f"{name}_seed{seed}*")
             for scale, fid in values.items():
                 about = {"step": 400_000, "num_samples": 50_000, "cfg_scale": scale, "settings": HOW}
                 write(folder / "metrics.jsonl", about | {"metrics": {"fid": fid + shift, "recall": 0.5}})
@@ -123,7 +122,7 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
 
 
 def test_guidances_are_compared_on_the_seeds_that_have_all_of_them(runs):
-    (first,), (second,) = (runs.glob(f"{DIT.replace('/', '_')}_seed{seed}*") for seed in (0, 1))
+    (first,), (second,) = (runs.glob(f"{DIT}_seed{seed}*") for seed in (0, 1))
     evaluation = {"step": 400_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": 39.5}}
     write(first / "metrics.jsonl", evaluation | {"cfg_scale": 1.5})
     table = guidance_table(grouped(runs))  # 39.5 is below the mean of both seeds without guidance, but above the 39 of seed 0
@@ -151,7 +150,7 @@ def test_runs_are_compared_with_dense_runs_on_the_same_latents(tmp_path, monkeyp
 
 
 def test_a_run_that_a_resume_continued_with_another_setting_has_its_own_row(runs):
-    first = next(runs.glob(f"{TREAD.replace('/', '_')}_seed0*"))
+    first = next(runs.glob(f"{TREAD}_seed0*"))
     start = json.loads((first / "starts.jsonl").read_text())
     write(first / "starts.jsonl", *[start | {"step": 50_000, "resumed": True, "changed": ["train.lr: 0.0002 -> 0.0001"]}] * 2)
     shown = {row["Experiment"]: row["Seeds"] for row in results_table(grouped(runs)).rows}
@@ -159,7 +158,7 @@ def test_a_run_that_a_resume_continued_with_another_setting_has_its_own_row(runs
 
 
 def test_metrics_of_different_seeds_have_rows_of_their_own(runs):
-    folder = next(runs.glob(f"{DIT.replace('/', '_')}_seed0*"))
+    folder = next(runs.glob(f"{DIT}_seed0*"))
     more = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fd_dinov2": 500.0}}
     write(folder / "metrics.jsonl", more)
     dense = [row for row in results_table(grouped(runs)).rows if row["Experiment"] == DIT]
@@ -221,7 +220,7 @@ def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_g
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
     assert row["fid"] == "30.00"
-    folder = make_run(tmp_path / "guided", "experiment=final/xl2_dit", fid={7_000_000: 9.0})
+    folder = make_run(tmp_path / "guided", "experiment=final_xl2_dit", fid={7_000_000: 9.0})
     write(
         folder / "metrics.jsonl",
         {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "settings": HOW, "metrics": {"fid": 2.0}},
@@ -235,18 +234,18 @@ def test_a_row_takes_the_checkpoint_of_another_rows_run(tmp_path):
     for name, shift in ((DIT, 0), (TREAD, -20)):
         make_run(tmp_path, f"experiment={name}", fid={step: fid + shift for step, fid in curve.items()})
     assert list(group(read_runs([tmp_path])[0])[0]) == ["Table 2: backbones"]  # no run belongs to another table
-    make_run(tmp_path, "experiment=placement/0_10", fid={300_000: 55.0}, steps=300_000)
+    make_run(tmp_path, "experiment=placement_0_10", fid={300_000: 55.0}, steps=300_000)
     tables, problems = group(read_runs([tmp_path])[0])
-    assert not problems and list(tables) == ["Table 2: backbones", "Route placement"]
+    assert not problems and list(tables) == ["Route placement", "Table 2: backbones"]
     placed = {row["Experiment"]: row for row in results_table(tables["Route placement"]).rows}
-    assert placed["placement/baseline"]["fid"] == "50.00 (paper 49.89, +0%)"
-    assert placed["placement/2_8"]["fid"] == "30.00 (paper 28.02, +7%; dense 50.00, -40%)"
-    assert placed["placement/0_10"]["fid"] == "55.00 (paper 57.36, -4%; dense 50.00, +10%)"
-    assert placed["placement/2_8"]["Step"] == "300,000"
+    assert placed["placement_baseline"]["fid"] == "50.00 (paper 49.89, +0%)"
+    assert placed["placement_2_8"]["fid"] == "30.00 (paper 28.02, +7%; dense 50.00, -40%)"
+    assert placed["placement_0_10"]["fid"] == "55.00 (paper 57.36, -4%; dense 50.00, +10%)"
+    assert placed["placement_2_8"]["Step"] == "300,000"
     assert {e.label: e.changes for e in tables["Route placement"]} == {name: {} for name in placed}
-    assert tables["Route placement"][0].row["differs"].endswith("these are figures of a run of table2/dit_b2")
+    assert tables["Route placement"][0].row["differs"].endswith("these are figures of a run of table2_dit_b2")
     # A run of the row itself takes precedence, and runs with other settings, or without a figure at the step, do not serve.
-    make_run(tmp_path, "experiment=placement/baseline", fid={300_000: 52.0}, steps=300_000)
+    make_run(tmp_path, "experiment=placement_baseline", fid={300_000: 52.0}, steps=300_000)
     make_run(tmp_path, f"experiment={TREAD}", "seed=1", "train.lr=2e-4", fid=curve)
     make_run(tmp_path, f"experiment={DIT}", "seed=2", fid={400_000: 40.0})
     table = group(read_runs([tmp_path])[0])[0]["Route placement"]
@@ -256,10 +255,10 @@ def test_a_row_takes_the_checkpoint_of_another_rows_run(tmp_path):
 
 def test_every_row_that_takes_another_rows_checkpoint_trains_the_same_network_in_the_same_way(tmp_path):
     """The two rows differ only in the number of steps, or write the same route in another way."""
-    served = [row for row in ROWS.values() if row.checkpoint_of]
+    served = served_rows()
     assert len(served) == 8
-    for row in served:
-        own, other = (resolved(f"experiment={name}") for name in (row.name, row.checkpoint_of))
+    for names in served.items():
+        own, other = (resolved(f"experiment={name}") for name in names)
         depth = 28 if "XL" in own["model"]["backbone"] else 12
         for cfg in (own, other):
             for route in cfg["model"]["routes"]:
@@ -274,7 +273,7 @@ def test_every_row_that_takes_another_rows_checkpoint_trains_the_same_network_in
 
 
 def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_path):
-    folder = make_run(tmp_path, "experiment=sparse_guidance/sit_xl2_tread", steps=2_000_000)
+    folder = make_run(tmp_path, "experiment=sparse_guidance_sit_xl2_tread", steps=2_000_000)
     sparse = {"guidance": "sparse", "guidance.level_lo": None, "guidance.w": 1.5}
     flops = sparse | {"guidance.r_strong": 0.5, "guidance.r_weak": 0.9}
     fid = sparse | {"guidance.r_strong": 0.0, "guidance.r_weak": 0.6, "guidance.r_strong_last": 0.6, "guidance.r_weak_last": 0.0}
@@ -285,7 +284,7 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
             about = {"step": step, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value + shift}}
             write(folder / "metrics.jsonl", about | guidance)
     (table,) = group(read_runs([tmp_path])[0])[0].values()
-    found = [(row["Experiment"].removeprefix("sparse_guidance/"), row["fid"]) for row in results_table(table).rows]
+    found = [(row["Experiment"].removeprefix("sparse_guidance_"), row["fid"]) for row in results_table(table).rows]
     assert found == [
         ("sit_xl2_tread", "2.57 (paper 2.57, +0%)"),
         ("sit_xl2_tread", "2.14 (paper 2.14, +0%)"),
@@ -299,7 +298,7 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
 
 
 def test_the_interval_of_the_last_row_has_its_own_figure_and_rows_of_earlier_versions_keep_theirs(tmp_path):
-    folder = make_run(tmp_path, "experiment=final/xl2_tread_finetune_740", steps=300_000)
+    folder = make_run(tmp_path, "experiment=final_xl2_tread_finetune_740", steps=300_000)
     interval = {"guidance": "interval", "cfg_scale": 1.5, "guidance.level_lo": 0.28, "guidance.level_hi": 2.9}
     for guidance, value in (({"cfg_scale": 1.5}, 2.2), (interval, 1.8)):
         about = {"step": 300_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value}}
@@ -309,7 +308,7 @@ def test_the_interval_of_the_last_row_has_its_own_figure_and_rows_of_earlier_ver
     assert found == ["2.20 (paper 2.09, +5%)", "1.80", "2.20", "1.80 (paper 1.69, +7%)"]  # the interval's row takes the same run
     stored = OmegaConf.load(folder / "config.yaml")
     del stored.experiment["paper_by_guidance"], stored.experiment["checkpoint_of"], stored.train["ema_schedule"]
-    stored.experiment.name, stored.experiment.paper_guided = "final/xl2_tread_finetune_740_interval", {"fid": 1.69}
+    stored.experiment.name, stored.experiment.paper_guided = "final_xl2_tread_finetune_740_interval", {"fid": 1.69}
     OmegaConf.save(stored, folder / "config.yaml")
     (run,) = read_runs([tmp_path])[0]
     assert run.cfg.train.ema_schedule == "warmup"  # what the run did
@@ -351,7 +350,7 @@ def test_the_settings_that_a_run_changed_in_its_row_are_found(tmp_path, override
 
 
 def test_settings_filled_in_from_the_data_and_the_initial_weights_do_not_change_a_row(tmp_path):
-    row = "experiment=final/xl2_tread_finetune_220"
+    row = "experiment=final_xl2_tread_finetune_220"
     data = resolved(row)["data"] | {"resolution": 256, "scale_factor": 0.18215}
     for seed in (0, 2):
         make_run(tmp_path, row, f"seed={seed}", data=data, init_from=f"{tmp_path}/final_xl2_tread_160_seed{seed}")
@@ -361,7 +360,7 @@ def test_settings_filled_in_from_the_data_and_the_initial_weights_do_not_change_
     assert [*changes_of(run)] == ["init_from"]
 
 
-@pytest.mark.parametrize("name", [*ROWS][::9])
+@pytest.mark.parametrize("name", row_names()[::9])
 def test_a_run_of_an_unchanged_row_has_no_changes(name, tmp_path):
     assert changes_of(read_run(make_run(tmp_path, f"experiment={name}"))) == {}
 
@@ -394,12 +393,12 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
         make_run(tmp_path / "new", f"experiment={name}")
     assert rows(speedup_table, tmp_path / "new") == {} and "fid" not in rows(results_table, tmp_path / "new")[DIT]
     tmp_path /= "final"
-    make_run(tmp_path, "experiment=final/xl2_dit", fid={400_000: 10.0})
-    make_run(tmp_path, "experiment=final/xl2_tread_finetune_220", fid={400_000: 5.0})
+    make_run(tmp_path, "experiment=final_xl2_dit", fid={400_000: 10.0})
+    make_run(tmp_path, "experiment=final_xl2_tread_finetune_220", fid={400_000: 5.0})
     assert rows(speedup_table, tmp_path) == {}
     assert "started from " in notes(results_table, tmp_path)
     assert "whose training is not in the steps and hours" in notes(results_table, tmp_path)
-    make_run(tmp_path / "all", "experiment=final/xl2_tread_finetune_220", "init_state=all")  # without evaluations, too
+    make_run(tmp_path / "all", "experiment=final_xl2_tread_finetune_220", "init_state=all")  # without evaluations, too
     assert "whose training is not in the hours" in notes(results_table, tmp_path / "all")
 
 

@@ -113,7 +113,7 @@ def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepa
     files = [f"data.path={prepared / 'latents'}", f"evaluation.detector_weights={prepared / 'fashion.safetensors'}"]
     files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
     few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
-    run = train("any_name", "experiment=fashion/dit_xs4_tread", *files, *few, "checkpoint.every=2")
+    run = train("any_name", "experiment=fashion_dit_xs4_tread", *files, *few, "checkpoint.every=2")
     scores = [record["metrics"] for record in metrics(run) if "metrics" in record]
     assert [list(one) for one in scores] == 2 * [NAMES]
     # A folder as the reference would be compared without the padding.
@@ -122,8 +122,8 @@ def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepa
     with pytest.raises(UserError, match=words.format(pictures)):
         run_fid(f"checkpoint={run}", f"reference={pictures}", "num_samples=6", "cpu_threads=1")
     with pytest.raises(UserError, match="evaluation." + words.format(pictures)):
-        train("folder", "experiment=fashion/dit_xs4_tread", *files, *few, f"evaluation.reference={pictures}")
+        train("folder", "experiment=fashion_dit_xs4_tread", *files, *few, f"evaluation.reference={pictures}")
     found = read_run(run)
-    assert (found.row["name"], found.row["baseline"]) == ("fashion/dit_xs4_tread", "fashion/dit_xs4")
+    assert (found.row["name"], found.row["baseline"]) == ("fashion_dit_xs4_tread", "fashion_dit_xs4")
     assert "train.num_steps=2 instead of 6000, train.batch_size=4 instead of 64" in change_words(changes_of(found))
     assert [*found.figures[LOSS]] == [*found.speeds] == [1, 2] and found.clock[1][-1] > 0

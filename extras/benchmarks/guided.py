@@ -71,9 +71,9 @@ class Arm:
 
 
 ARMS = {
-    "dense": Arm("fashion/dit_xs4", 8600, ("cfg", "autoguidance")),
-    "routed": Arm("fashion/dit_xs4_tread", 12150, tuple(GUIDANCES)),
-    "dense-46": Arm("fashion/dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
+    "dense": Arm("fashion_dit_xs4", 8600, ("cfg", "autoguidance")),
+    "routed": Arm("fashion_dit_xs4_tread", 12150, tuple(GUIDANCES)),
+    "dense-46": Arm("fashion_dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
 }
 PRIMARY = ("dense", "routed")  # arms that the primary outcomes compare
 Point = tuple[str, str, float, int]  # time, guidance, scale, first sampling seed

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from checkpoints import store
 from common.roles import roles_of
 from configs.command_line import parse_config
-from configs.compose import compose_overrides
+from configs.compose import CONFIGS, compose_overrides, row_names
 from configs.schema import TrainConfig
 from configs.settings import flatten
-from extras.experiments import ROWS
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
 
 # Settings in which a routed run may differ from its dense baseline.
@@ -113,10 +112,11 @@ def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:
 def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, str]]:
     """Return the experiments of each table, and the reason for each run that is left out, by path.
 
-    The paper's tables come first, in `ROWS` order. Runs without a row follow in one table per data set. A label consists of
-    the row and its changed settings, or of run names without seeds. Among runs with the same seed, only the longest run counts.
-    Runs on other latents are other experiments, and so are runs that a resume continued with other settings. A run without
-    checkpoints, whose latents are unknown, joins the longest run.
+    The papers' tables come first, in alphabetical order. In a table, a dense row precedes the rows that are compared with it.
+    Runs without a row follow in one table per data set. A label consists of the row and its changed settings, or of run names
+    without seeds. Among runs with the same seed, only the longest run counts. Runs on other latents are other experiments, and so
+    are runs that a resume continued with other settings. A run without checkpoints, whose latents are unknown, joins the longest
+    run.
     """
     by_identity: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
@@ -143,9 +143,7 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     for experiment in by_identity.values():
         if counts[experiment.label] > 1 and experiment.data_hash:
             experiment.label += f" on latents {experiment.data_hash[:8]}"
-    order = {name: i for i, name in enumerate(ROWS)}
-    experiments = [*by_identity.values()]
-    experiments.sort(key=lambda e: (order.get(e.row.get("name"), len(order)), bool(e.changes), e.is_routed, e.label))
+    experiments = sorted(by_identity.values(), key=order_in_report)
     tables: dict[str, list[Experiment]] = {}
     for experiment in experiments:
         experiment.baseline = find_baseline(experiment, experiments)
@@ -154,19 +152,28 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     return tables, problems
 
 
+def order_in_report(experiment: Experiment) -> tuple:
+    """Return a key for sorting experiments (see `group`)."""
+    name, dense = (str(experiment.row.get(key) or "") for key in ("name", "baseline"))
+    place = (not experiment.row, str(experiment.row.get("table")), dense or name, dense != "", name)
+    return (*place, bool(experiment.changes), experiment.is_routed, experiment.label)
+
+
 def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
-    """Yield a copy of a run for each row whose last checkpoint is a checkpoint of this run (`Row.checkpoint_of`).
+    """Yield a copy of a run for each row whose last checkpoint is a checkpoint of this run (`served_rows`).
 
     The copy ends at the row's last step and has the row's settings. There is no copy if no other run belongs to the row's table,
     if a run of the row has the same seed, if the run changed settings of its own row, or if it has no score at the last step.
     """
     tables = {run.row.get("table") for run in runs}
     trained = {(run.row.get("name"), run.cfg.seed) for run in runs}
-    for run, row in itertools.product(runs, ROWS.values()):
-        provides_row = row.checkpoint_of is not None and row.checkpoint_of == run.row.get("name")
-        if not provides_row or row.table not in tables or (row.name, run.cfg.seed) in trained:
+    for run, (name, trained_row) in itertools.product(runs, served_rows().items()):
+        if trained_row != run.row.get("name") or (name, run.cfg.seed) in trained:
             continue
-        own, other = (identity_of(config_of_row(name, run)) for name in (row.checkpoint_of, row.name))
+        described = OmegaConf.to_container(compose_row(name).experiment)
+        if described["table"] not in tables:
+            continue
+        own, other = (identity_of(config_of_row(one, run)) for one in (trained_row, name))
         last = other["train.num_steps"]
         figures = {
             measure: {step: x for step, x in curve.items() if step <= last}
@@ -175,8 +182,8 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
         }
         if changes_of(run) or not any(last in figures[measure] for measure in figures if measure != LOSS):
             continue
-        origin = f"these are figures of a run of {row.checkpoint_of}"
-        described = asdict(row) | {"differs": "; ".join(filter(None, (row.differs, origin)))}
+        origin = f"these are figures of a run of {trained_row}"
+        described["differs"] = "; ".join(filter(None, (described["differs"], origin)))
         cfg = OmegaConf.create(run.cfg.model_dump())
         for key, value in {"experiment": described, **other}.items():
             if own.get(key) != value:
@@ -194,6 +201,14 @@ def identity_of(cfg: TrainConfig) -> dict[str, object]:
 
 
 @cache
+def served_rows() -> dict[str, str]:
+    """Return {row: row whose run passes through its last checkpoint}, from the files, because composing all rows is slow."""
+    files = {name: OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml") for name in row_names()}
+    trained = {name: OmegaConf.select(file, "experiment.checkpoint_of") for name, file in files.items()}
+    return {name: other for name, other in trained.items() if other}
+
+
+@cache
 def compose_row(name: str) -> DictConfig:
     return compose_overrides([f"experiment={name}"])
 
@@ -206,7 +221,7 @@ def config_of_row(name: str, run: Run) -> TrainConfig:
 
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """Return (row value, run value) for each key that differs. Skip data.* keys for which the row has no value."""
-    if run.row.get("name") not in ROWS:
+    if run.row.get("name") not in row_names():
         return {}
     row = identity_of(config_of_row(run.row["name"], run))
     changed = {key: (row[key], value) for key, value in identity_of(run.cfg).items() if key in row and value != row[key]}
@@ -217,11 +232,10 @@ def changes_of(run: Run) -> dict[str, tuple[object, object]]:
 
 def is_same_start(wanted: object, given: object) -> bool:
     """Return whether `given` is the checkpoint of a longer run that equals the end of a row's run `wanted` (`checkpoint_of`)."""
-    for row in ROWS.values():
-        if row.checkpoint_of and isinstance(wanted, str) and isinstance(given, str):
-            last = store.folder_name(compose_row(row.name).train.num_steps)
-            folder, longer = (name.replace("/", "_") for name in (row.name, row.checkpoint_of))
-            if wanted.endswith(f"/{folder}") and given.endswith(f"/{longer}/checkpoints/{last}"):
+    for row, trained_row in served_rows().items():
+        if isinstance(wanted, str) and isinstance(given, str) and wanted.endswith(f"/{row}"):
+            last = store.folder_name(compose_row(row).train.num_steps)
+            if given.endswith(f"/{trained_row}/checkpoints/{last}"):
                 return True
     return False
 

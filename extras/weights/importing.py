@@ -19,7 +19,6 @@ from configs.command_line import parse_config
 from configs.compose import compose_overrides
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
-from extras.experiments import LIGHTNING_DIFFUSION, SIT_SAMPLER
 from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors
 from latents.autoencoders import SD_VAE, Scaling, known_scaling
 from latents.torch_files import read_channel_statistics
@@ -27,13 +26,13 @@ from latents.torch_files import read_channel_statistics
 log = logging.getLogger(__name__)
 
 TRUNCATED = "sample.rounding=truncate"
-# For each kind of weights: model, diffusion, and the settings of the published scores that differ from our defaults.
+# For each kind of weights: arguments of train.py that set the model, the diffusion, and how the published scores were sampled.
 KINDS_OF_WEIGHTS = {
-    "dit": ("dit", "ddpm", ""),
-    "sit": ("dit", "sit", SIT_SAMPLER),
-    "repa": ("dit", "sit", f"{SIT_SAMPLER} {TRUNCATED}"),
-    "tread": ("tread", "edm", TRUNCATED),
-    "lightningdit": ("lightningdit", "sit", LIGHTNING_DIFFUSION),
+    "dit": ["model=dit", "diffusion=ddpm"],
+    "sit": ["model=dit", "experiment=bases/sde"],
+    "repa": ["model=dit", "experiment=bases/sde", TRUNCATED],
+    "tread": ["model=tread", TRUNCATED],
+    "lightningdit": ["model=lightningdit", "experiment=bases/lightning_diffusion"],
 }
 REVERSED = ("sit", "lightningdit")  # these networks use time 0 for noise and time 1 for data, and predict data - noise
 # Assumed number of EMA updates if a weights file contains no step. It is so large that training skips the EMA warm-up.
@@ -119,6 +118,5 @@ def import_weights(
 
 def build_config(kind: str, changed: dict) -> schema.TrainConfig:
     """Compose the run's configuration from our defaults, the published sampler and `changed`. Later values take precedence."""
-    model, diffusion, published = KINDS_OF_WEIGHTS[kind]
-    composed = compose_overrides([f"model={model}", f"diffusion={diffusion}", "data=custom", *published.split()])
+    composed = compose_overrides(["data=custom", *KINDS_OF_WEIGHTS[kind]])
     return parse_config(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)
