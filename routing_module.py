@@ -7,8 +7,10 @@ operate on tensors with a token axis and do not depend on a particular network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,6 +58,28 @@ def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse:
         if inverse:
             norm = 1 - norm
         return (1 - weight) * noise + weight * norm
+
+
+def grid_rule(rows: int, columns: int) -> SelectionRule:
+    """Create a selection rule that keeps equally many random tokens in every 2x2 group of tokens, or as nearly as possible.
+
+    Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the numbers of kept tokens
+    in any two groups differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.
+
+    Args:
+        rows, columns: Size of each image's token grid, in row-major order. Raises ValueError if either number is odd.
+    """
+    if rows % 2 or columns % 2:
+        raise ValueError(f"selection=grid needs even numbers of rows and columns of tokens, not {rows} x {columns}")
+    return partial(_grid_scores, grid=(rows // 2, 2, columns // 2, 2))
+
+
+def _grid_scores(x: Tensor, noise: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
+    if noise.shape[1] != math.prod(grid):
+        raise ValueError(f"a grid of {grid[0] * 2} x {grid[2] * 2} tokens does not fit the image's {noise.shape[1]}")
+    groups = noise.unflatten(1, grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
+    ranks = groups.argsort(dim=3).argsort(dim=3)  # ranks 0 to 3 in each group, where all orders are equally likely
+    return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + noise  # (B, N)
 
 
 # Selection rules by name, for `attach(selection=...)` and the key `model.selection`, which also accepts `grid`.

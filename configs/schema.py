@@ -135,10 +135,10 @@ class Model(Settings):
         settings |= {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
         try:
             if self.selection == "grid":
-                from extras import sprint  # imported only for model.selection=grid
+                from routing_module import grid_rule
 
                 side = data.input_size // self.sizes["patch_size"]
-                settings["selection"] = sprint.grid_rule(side, side)
+                settings["selection"] = grid_rule(side, side)
             return self.module.build(self.backbone, **settings)
         except ValueError as e:
             raise UserError(f"model: {e}") from e
