@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.randomness import SampleRandom
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, uniform_noise
+from routing_module import Route, SelectionRule, TokenRouter, build_rule, uniform_noise
 
 # Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -236,7 +236,7 @@ class DiT(nn.Module):
         # Route ends are named after the blocks in the window, so that weights cannot load into a route past other blocks.
         names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})
-        self.selection_rule = SELECTIONS[selection] if isinstance(selection, str) else selection
+        self.selection_rule = build_rule(selection, grid=(input_size // patch_size, input_size // patch_size))
         self.fp32_after_route = fp32_after_route
         self.initialize_weights(init)
 

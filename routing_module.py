@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,30 +59,49 @@ def importance_scores(x: Tensor, noise: Tensor, weight: float = 0.5, *, inverse:
         return (1 - weight) * noise + weight * norm
 
 
-def grid_rule(rows: int, columns: int) -> SelectionRule:
-    """Create a selection rule that keeps equally many random tokens in every 2x2 group of tokens, or as nearly as possible.
+class GridRule:
+    """Selection rule that keeps equally many random tokens in every 2x2 group of tokens, or as nearly as possible.
 
     Ratios of 1/4, 1/2 and 3/4 keep three, two and one of the four tokens in a group. For other ratios, the numbers of kept tokens
-    in any two groups differ by at most one. `attach` also accepts the rule as `selection=grid_rule(32, 48)`.
+    in any two groups differ by at most one.
 
     Args:
         rows, columns: Size of each image's token grid, in row-major order. Raises ValueError if either number is odd.
     """
-    if rows % 2 or columns % 2:
-        raise ValueError(f"selection=grid needs even numbers of rows and columns of tokens, not {rows} x {columns}")
-    return partial(_grid_scores, grid=(rows // 2, 2, columns // 2, 2))
+
+    def __init__(self, rows: int, columns: int):
+        if rows % 2 or columns % 2:
+            raise ValueError(f"selection=grid needs even numbers of rows and columns of tokens, not {rows} x {columns}")
+        self.grid = (rows // 2, 2, columns // 2, 2)
+
+    def __call__(self, x: Tensor, noise: Tensor) -> Tensor:
+        if noise.shape[1] != math.prod(self.grid):
+            size = f"{self.grid[0] * 2} x {self.grid[2] * 2}"
+            raise ValueError(f"a grid of {size} tokens does not fit the image's {noise.shape[1]}")
+        groups = noise.unflatten(1, self.grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
+        ranks = groups.argsort(dim=3).argsort(dim=3)  # ranks 0 to 3 in each group, where all orders are equally likely
+        return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + noise  # (B, N)
 
 
-def _grid_scores(x: Tensor, noise: Tensor, grid: tuple[int, int, int, int]) -> Tensor:
-    if noise.shape[1] != math.prod(grid):
-        raise ValueError(f"a grid of {grid[0] * 2} x {grid[2] * 2} tokens does not fit the image's {noise.shape[1]}")
-    groups = noise.unflatten(1, grid).transpose(2, 3).flatten(3)  # (B, rows/2, columns/2, 4)
-    ranks = groups.argsort(dim=3).argsort(dim=3)  # ranks 0 to 3 in each group, where all orders are equally likely
-    return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1) + noise  # (B, N)
+# Selection rules by name, for `attach(selection=...)` and the key `model.selection`. A rule that needs the size of the token grid
+# is a class, whose instances are the rules for grids of `rows` x `columns` tokens.
+SELECTIONS: dict[str, SelectionRule | type] = {"uniform": uniform_scores, "importance": importance_scores, "grid": GridRule}
 
 
-# Selection rules by name, for `attach(selection=...)` and the key `model.selection`, which also accepts `grid`.
-SELECTIONS: dict[str, SelectionRule] = {"uniform": uniform_scores, "importance": importance_scores}
+def build_rule(selection: str | SelectionRule, grid: tuple[int, int] | None = None) -> SelectionRule:
+    """Return the selection rule with a name in `SELECTIONS`, for a `grid` of (rows, columns) tokens, or `selection` itself.
+
+    Raises KeyError for an unknown name, and ValueError if the named rule needs a `grid`.
+    """
+    if not isinstance(selection, str):
+        return selection
+    rule = SELECTIONS[selection]
+    if not isinstance(rule, type):
+        return rule
+    if grid is None:
+        make = f"routing_module.{rule.__name__}(rows, columns)"
+        raise ValueError(f"selection={selection} needs the size of the token grid; use {make}")
+    return rule(*grid)
 
 
 def uniform_noise(*shape: int, device: torch.device, generator: torch.Generator | None) -> Tensor:

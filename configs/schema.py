@@ -134,11 +134,6 @@ class Model(Settings):
         settings = {key: value for key, value in self if key not in ("name", "backbone")}
         settings |= {key: getattr(data, key) for key in ("input_size", "in_channels", "num_classes")}
         try:
-            if self.selection == "grid":
-                from routing_module import grid_rule
-
-                side = data.input_size // self.sizes["patch_size"]
-                settings["selection"] = grid_rule(side, side)
             return self.module.build(self.backbone, **settings)
         except ValueError as e:
             raise UserError(f"model: {e}") from e

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from networks import (
+    GRID,
     NETWORKS,
     B,
     N,
@@ -23,7 +24,7 @@ from networks import (
 )
 
 from extras.attach import Adapter, BlockList, TokenAxis, attach
-from routing_module import SELECTIONS, Route, importance_scores
+from routing_module import SELECTIONS, GridRule, Route, importance_scores
 
 ONE = [Route(0.5, 1, 3)]  # crosses from the first list of blocks to the second, if there are two
 TWO = [Route(0.25, 0, 1), Route(0.5, 2, 2)]
@@ -96,6 +97,8 @@ def test_routes_networks_and_adapters_that_do_not_fit_are_refused():
     wrong = Adapter("pos_embed", (BlockList("transformer_blocks", "x"),))
     with pytest.raises(ValueError, match="BasicTransformerBlock has no argument {'x'}"):
         attach(network, ONE, adapter=wrong)
+    with pytest.raises(ValueError, match=r"selection=grid needs the size of the token grid; use routing_module.GridRule\(rows"):
+        attach(network, ONE, selection="grid")
     attachment = attach(network, ONE)
     with pytest.raises(ValueError, match="is routed already"):
         attach(network, ONE)
@@ -179,7 +182,8 @@ def test_a_rule_can_keep_all_reference_tokens_of_kontext_together_with_their_pos
 def test_our_own_networks_route_tokens_as_attach_does(name, selection):
     own, plain = build(name, routes=TWO, selection=selection), build(name)
     inputs = NETWORKS[name].inputs(False)
-    attach(plain, TWO, selection=selection, generator=generator(4))
+    rule = GridRule(GRID, GRID) if selection == "grid" else selection
+    attach(plain, TWO, selection=rule, generator=generator(4))
     assert difference(run(plain, inputs), run(own, inputs | {"generator": generator(4)})) < TOLERANCE
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import losses, run_fid, run_sample, run_train, weights
+from conftest import checked, losses, run_fid, run_sample, run_train, weights
 from definition import N, inputs, randomized, small, worst_error
 from test_benchmarks import counted_flops
 from test_guidance import LABEL, NUM_CLASSES, Recorder, X, Y, make_inputs
@@ -14,7 +14,7 @@ import dit
 import guidance
 from common.errors import UserError
 from extras import sprint
-from routing_module import Route, TokenRouter, grid_rule
+from routing_module import GridRule, Route, TokenRouter
 from sampling import flops
 
 ROUTES = {"one": [Route(0.75, 1, 2)], "two": [Route(0.25, 0, 1), Route(0.5, 2, 3)], "of ratio 0": [Route(0.0, 1, 2)]}
@@ -25,13 +25,12 @@ NETWORKS = {"dit": sprint.SPRINT, "lightningdit": sprint.LightningSPRINT}
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
 @pytest.mark.parametrize("selection", ["uniform", "grid"])
 def test_outputs_and_gradients_of_fused_routes_equal_those_of_the_definition(network, routes, selection):
-    rule = grid_rule(4, 4) if selection == "grid" else selection
-    net = randomized(small(network, routes=routes, selection=rule)).train()
+    net = randomized(small(network, routes=routes, selection=selection)).train()
     assert worst_error(net, routes, selection=selection) < 1e-5
 
 
 def test_the_same_number_of_tokens_stays_in_every_2x2_group_and_every_choice_is_equally_likely():
-    rule, x = grid_rule(4, 6), torch.zeros(3000, 24, 1)
+    rule, x = GridRule(4, 6), torch.zeros(3000, 24, 1)
     for ratio, num_kept in ((0.75, 1), (0.5, 2), (0.25, 3)):
         ids_keep = TokenRouter.choose_ids_keep(x, ratio, generator=torch.Generator().manual_seed(0), rule=rule)
         groups = ids_keep // 12 * 3 + ids_keep % 6 // 2  # by hand: a row of groups has 12 tokens, and a group is 2 tokens wide
@@ -45,7 +44,7 @@ def test_the_same_number_of_tokens_stays_in_every_2x2_group_and_every_choice_is_
     counts = torch.stack([(groups == group).sum(1) for group in range(6)])
     assert ids_keep.shape == (3000, 24 - 14) and set(counts.unique().tolist()) == {1, 2}  # 10 tokens are kept in 6 groups
     with pytest.raises(ValueError, match="selection=grid needs even numbers .* not 3 x 4"):
-        grid_rule(3, 4)
+        GridRule(3, 4)
 
 
 def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
@@ -105,7 +104,9 @@ def test_only_sprint_adds_parameters_to_the_network_and_settings_that_do_not_fit
     with pytest.raises(ValueError, match=r"drop_paths has shape \(1,\); 3 latents need \(3,\)"):
         small(sprint.SPRINT, routes=[Route(0.5, 1, 2)])(*inputs()[:3], drop_paths=torch.ones(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="a grid of 4 x 6 tokens does not fit the image's 16"):
-        TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=grid_rule(4, 6))
+        TokenRouter.choose_ids_keep(torch.zeros(1, 16, 1), 0.5, rule=GridRule(4, 6))
+    with pytest.raises(UserError, match="^model: selection=grid needs even numbers of rows and columns of tokens, not 1 x 1$"):
+        (cfg := checked(["model=sprint", "model.backbone=DiT-XS/8"])).model.build(cfg.data)
 
 
 def test_path_drop_guidance_extrapolates_from_the_null_label_without_the_blocks_of_routes():

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from extras.attach.adapters import Adapter, find_adapter
 from extras.attach.hooks import BlockHooks, ForwardPlan, argument_names
-from routing_module import SELECTIONS, Route, SelectionRule, TokenRouter, num_kept_tokens, uniform_noise, uniform_scores
+from routing_module import Route, SelectionRule, TokenRouter, build_rule, num_kept_tokens, uniform_noise, uniform_scores
 
 # Maps the name of each wrapper class to the attribute that contains the wrapped module.
 WRAPPED = {
@@ -189,13 +189,14 @@ def attach(
         routes: Routes to add. selection_ratio is the fraction of tokens that SKIP. Layer indices count blocks across all lists
             and may be negative.
         selection: Rule that chooses the kept tokens. `uniform` keeps a random subset, as in the paper. `importance` prefers
-            tokens with a large L1 norm. A `SelectionRule` is also accepted, such as `partial(importance_scores, weight=1.0)`.
+            tokens with a large L1 norm. A `SelectionRule` is also accepted, such as `partial(importance_scores, weight=1.0)` or
+            `GridRule(32, 48)`, which needs the size of the token grid.
         generator: Generator on the tokens' device. torch.compile can trace only torch's default generator (None) in one graph.
 
     Unlike in TREAD (section 4), the block after a route runs in the same precision as the other blocks under autocast.
 
     Raises:
-        ValueError: If the routes do not fit the network's depth, or if the network cannot be routed.
+        ValueError: If the routes do not fit the network's depth, if the network cannot be routed, or if `selection` is `grid`.
         KeyError: If the name of the selection rule is unknown.
     """
     network = inner_module(network)
@@ -203,5 +204,4 @@ def attach(
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
     if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # a dit.DiT
         raise ValueError(f"{type(network).__name__} has router.routes={routes_of_its_own} already; build it without routes")
-    rule = SELECTIONS[selection] if isinstance(selection, str) else selection
-    return Attachment(network, adapter or find_adapter(network), routes, rule, generator)
+    return Attachment(network, adapter or find_adapter(network), routes, build_rule(selection), generator)
