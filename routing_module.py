@@ -175,7 +175,7 @@ class TokenRouter:
             x: Tokens (B, N, D) before the window.
             selection_ratio: Fraction of the tokens that skip the window.
             noise: Independent uniform noise (B, N) in [0, 1) for the rule. By default, the method draws it from `generator`.
-            rule: Selection rule, such as a value of `SELECTIONS`.
+            rule: Selection rule, such as `importance_scores`.
 
         Returns:
             Positions (B, K) int64 of the kept tokens. The positions ascend, so that `start_route` reads memory in order.
