@@ -71,9 +71,9 @@ def machine() -> None:
     record["ns per addition in Python"] = 1e9 * (time.perf_counter() - start_sec) / PYTHON_ADDITIONS
     record |= {"cores": os.cpu_count(), "visible cores": machine_settings.visible_cores(), "load": list(os.getloadavg())}
     if Path("/proc/stat").exists():
-        fields = Path("/proc/stat").read_text().split()
+        fields = Path("/proc/stat").read_text(encoding="utf-8").split()
         record["share stolen by other machines"] = int(fields[8]) / max(sum(map(int, fields[1:9])), 1)
-        model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
         record["CPU"] = model[0].partition(": ")[2] if model else ""
     _report("Machine", accelerator, [record])
 
