@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -174,15 +173,6 @@ class RouteEnd(nn.Module):
         return TokenRouter.end_route(x, x_before, ids_keep)
 
 
-class ActiveRoute(NamedTuple):
-    """A route that changes tokens in one forward pass."""
-
-    number: int  # position in `DiT.router.routes`
-    ratio: float  # fraction of the tokens that skip the window
-    last_block: int  # index of the last block in the window
-    end: RouteEnd
-
-
 class DiT(nn.Module):
     """The DiT network. In training mode, routes carry some tokens past blocks. In evaluation mode, they carry none by default.
 
@@ -299,38 +289,44 @@ class DiT(nn.Module):
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = uniform_noise(len(y), device=y.device, generator=generator) < self.class_dropout
 
-        h, tables = self.x_embedder(x) + self.pos_embed, self.token_tables()  # (B, N, D), each (1, N, ...)
+        h = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        tables = self.token_tables()  # each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = {  # by the first block in the window
-            route.start_layer_idx: ActiveRoute(number, ratio, route.end_layer_idx, end)
+        active = [  # routes that change tokens in this pass
+            (number, route, ratio, end)
             for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values()))
             if ratio > 0 or end.is_called_at_ratio_0
-        }
-        all_tables, ids_keep, route, after_route = tables, None, None, False
-        for i, block in enumerate(self.blocks):
-            # Where a window begins, leave only the kept tokens.
-            if i in active:
-                route, x_before = active[i], h  # x_before is (B, N, D)
-                if route.ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
-                    noise = None if route_noise is None else route_noise[:, route.number]
-                    rule = self.selection_rule
-                    ids_keep = self.router.choose_ids_keep(h, route.ratio, noise=noise, generator=generator, rule=rule)
-                    h = self.router.start_route(h, ids_keep)  # (B, K, D)
-                    tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in all_tables]
-            # Run the block.
-            if h.shape[1] > 0:  # at ratio 1, no tokens are kept
-                h = self._run(block, after_route, h, c, *tables)
-            if on_block is not None:
-                on_block(i + 1, h, ids_keep)
-            # Where a window ends, put the kept tokens back among the skipped ones.
-            after_route = route is not None and i == route.last_block
-            if after_route:
-                h = route.end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
-                tables, ids_keep = all_tables, None
+        ]
+        after_route = {route.end_layer_idx + 1 for _, route, _, _ in active}  # the final layer has index `depth`
 
-        out = self._run(self.final_layer, after_route, h, c)  # (B, N, p*p*C)
+        def run(first: int, stop: int, h: Tensor, tables: Sequence[Tensor], ids_keep: Tensor | None = None) -> Tensor:
+            """Run blocks `first` to `stop` - 1 on the tokens h, which are all tokens, or in a window the kept ones."""
+            for i in range(first, stop):
+                if h.shape[1] > 0:  # at ratio 1, no tokens are kept
+                    h = self._run(self.blocks[i], i in after_route, h, c, *tables)
+                if on_block is not None:
+                    on_block(i + 1, h, ids_keep)
+            return h
+
+        # Run the blocks before each window on all tokens, its own blocks on the kept tokens, and at last the remaining blocks.
+        next_block, depth = 0, len(self.blocks)
+        for number, route, ratio, end in active:
+            start, stop = route.start_layer_idx, route.end_layer_idx + 1
+            h = x_before = run(next_block, start, h, tables)  # (B, N, D)
+            kept_tables, ids_keep = tables, None
+            if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
+                noise = None if route_noise is None else route_noise[:, number]
+                ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
+                h = self.router.start_route(h, ids_keep)  # (B, K, D)
+                kept_tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in tables]
+            h = run(start, stop, h, kept_tables, ids_keep)
+            h = end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
+            next_block = stop
+        h = run(next_block, depth, h, tables)
+
+        out = self._run(self.final_layer, depth in after_route, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
