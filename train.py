@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from signal import SIGINT
 
 import hydra
@@ -57,7 +58,7 @@ def main(cfg: TrainConfig) -> float | None:
     check_machine(train, accelerator.device, accelerator.num_processes)
     processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
-    initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state)
+    initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state, partial(check_initial, cfg=cfg))
     if initial is not None:
         check_initial(initial, cfg)
     newest = open_existing_run(run, cfg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from checkpoints import store
@@ -16,6 +17,8 @@ from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
 
+Check = Callable[[Path], object]  # raises UserError if the settings of a checkpoint do not fit the run
+
 
 def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
     """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
@@ -25,7 +28,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
     if not on_main(run.path.exists):
         return None
     on_main(run.open)
-    newest = select_resume_checkpoint(run, cfg.resume)
+    newest = select_resume_checkpoint(run, cfg.resume, partial(refuse_other_settings, cfg=cfg))
     if newest is not None:
         check_resume(newest, cfg)
     return newest
@@ -60,15 +63,30 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     check_shared(run.lock_file, "output_dir", is_new=True)
 
 
-def select_resume_checkpoint(run: RunFolder, resume: str) -> Path | None:
+def check_before_hashing(source: Path, check: Check) -> None:
+    """Call `check` with the checkpoint `source`, or a run's newest one. Hashing its large files can take minutes.
+
+    Only its small files are verified. If one is damaged, the checkpoint is left out, as the later verification names the problem.
+    """
+    for checkpoint in (source, *reversed(store.list_steps(source / "checkpoints").values())):
+        with contextlib.suppress(UserError):
+            store.verify(checkpoint, ())
+            break
+    else:
+        return
+    check(checkpoint)
+
+
+def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda checkpoint: None) -> Path | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
-    Raises UserError if resume=never and the run has checkpoints, or if all checkpoints are damaged.
+    Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if `check` does.
     """
 
     def decide() -> Path | None:
         if resume == "never" and store.list_steps(run.checkpoints):
             raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
+        check_before_hashing(run.path, check)
         newest, problems = store.verify_newest(run.checkpoints)
         if newest is None and problems:
             raise UserError(
@@ -87,7 +105,9 @@ def select_resume_checkpoint(run: RunFolder, resume: str) -> Path | None:
     return _decide_on_main(decide, "output_dir")
 
 
-def select_initial_checkpoint(run: RunFolder, init_from: str | None, init_state: str) -> Path | None:
+def select_initial_checkpoint(
+    run: RunFolder, init_from: str | None, init_state: str, check: Check = lambda checkpoint: None
+) -> Path | None:
     """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
 
     With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing. If `init_from` is a
@@ -99,6 +119,7 @@ def select_initial_checkpoint(run: RunFolder, init_from: str | None, init_state:
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
             return None
         source, raw = run.earlier_initial_checkpoint(Path(init_from)), store.WEIGHTS["raw"]
+        check_before_hashing(source, check)
         folder = store.resolve_checkpoint(source, "init_from", None if init_state == "all" else [store.WEIGHTS["ema"]])
         if init_state == "all":
             return folder
@@ -143,16 +164,17 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 
 
 def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes.
+    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes."""
+    refuse_other_settings(checkpoint, cfg)
+    for line in changes_on_resume(load_config(checkpoint), cfg):
+        log.warning("resumed with a changed setting: %s", line)
 
-    Raises UserError, which lists the differing keys, if the checkpoint belongs to a run with different settings.
-    """
-    stored = load_config(checkpoint)
-    if changed := schema.differences_for("resume", stored, cfg):
+
+def refuse_other_settings(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+    """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
+    if changed := schema.differences_for("resume", load_config(checkpoint), cfg):
         problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
         raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
-    for line in changes_on_resume(stored, cfg):
-        log.warning("resumed with a changed setting: %s", line)
 
 
 def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[str]:

@@ -247,6 +247,28 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
     assert "resumed with a changed setting: train.lr: 0.002 -> 1.0" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["none", "config", "weights"])
+def test_settings_are_compared_before_a_checkpoint_is_hashed(whole, train, tmp_path, monkeypatch, damage):
+    """If the newest configuration is damaged, the one before it is compared."""
+    run, hashed, hash_file = shutil.copytree(whole, tmp_path / "run"), [], store.hash_file
+    if damage == "config":
+        config = folder_of(run, 6) / "config.yaml"
+        config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    elif damage == "weights":
+        (folder_of(run, 6) / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(store, "hash_file", lambda file: hashed.append(file.name) or hash_file(file))
+    for name, words, *changed in (
+        ("run", "resume: .* seed: 0 -> 1", "seed=1"),
+        ("new", "init_from=.* model.backbone: 'DiT-XS/2' -> 'DiT-XS/4'", "model.backbone=DiT-XS/4", f"init_from={run}"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(name, *changed)
+    assert {*hashed} == {*store.READ_ALWAYS} and not [*run.glob("checkpoints/bad_*")]
+    train("run")  # with the run's settings, a damaged checkpoint is renamed, and its steps are repeated
+    assert "model.safetensors" in hashed and losses(run) == losses(whole)
+    assert len([*run.glob("checkpoints/bad_step_0000006_*")]) == (damage != "none")
+
+
 def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
     run, kept = train("run", "train.num_steps=1", "train.log_every=1"), set()
     for seed in (3, 4):
