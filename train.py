@@ -65,11 +65,11 @@ def main(cfg: TrainConfig) -> float | None:
     processes.on_main(lambda: tracking.check_folder(run, cfg.wandb.mode))
 
     # Build the network and everything that needs it.
-    alignment = build.build_alignment(cfg, dataset, accelerator)
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
     ema = build.build_ema(train, net)
     hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
+    alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
     if newest is None:  # only now, so that an error in the settings leaves no folder behind
         start_run(run, cfg)
 

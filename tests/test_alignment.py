@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import dit
 from checkpoints.load import load_network
 from common.errors import UserError
+from extras import alignment
 from extras.alignment import Alignment, ObservedNetwork, Projector, alignment_loss
 from latents.prepare.images import to_jpeg
 from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
@@ -281,3 +282,13 @@ def test_impossible_settings_and_shards_without_images_are_refused_before_anythi
         with pytest.raises(UserError, match=words):
             train("run", *repa, change)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "key", ["model.routes=[{selection_ratio:0.5,start_layer_idx:2,end_layer_idx:40}]", "evaluation.reference=nowhere"]
+)
+def test_a_wrong_route_or_reference_is_refused_before_the_encoder_is_loaded(repa, train, monkeypatch, key):
+    monkeypatch.setattr(alignment, "Encoder", None)  # calling it would raise TypeError
+    evaluated = ["eval.every=1", "evaluation.detector=digits"]
+    with pytest.raises(UserError, match="end_layer_idx=40" if "routes" in key else "evaluation.reference"):
+        train("run", *repa, *evaluated, key)
