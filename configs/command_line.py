@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import env_override
+from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -42,6 +42,16 @@ HELP = {"--help", "-h"}
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
+
+
+def read_result(job: JobReturn) -> object:
+    """Return the result of a job, or raise its error. Replaces Hydra's property, which also prints a line about the job."""
+    if job.status == JobStatus.FAILED:
+        raise job._return_value
+    return job._return_value
+
+
+JobReturn.return_value = property(read_result, JobReturn.return_value.fset)
 
 
 class FailedRun(Exception):

@@ -40,6 +40,31 @@ def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(mon
         guard(lambda: fail(UserError("no")))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.py", "train.lrr=1"],
+        ["train.py", "model=treat"],
+        ["train.py", "train.lr=-1"],
+        ["train.py", "diffusion=ddpm"],
+        ["train.py", "data=custom", "data.path=missing"],
+        ["sample.py", "checkpoint=missing"],
+        ["fid.py", "num_samples=-1"],
+        ["fid.py", "checkpoint=missing"],
+        ["prepare_latents.py", "inspect", "path=missing"],
+        ["extras/weights/__main__.py", "import", "source=missing", "kind=dit", "output=run"],
+        ["extras/report/__main__.py", "missing"],
+        ["extras/benchmarks/__main__.py", "step", "train.lr=-1"],
+    ],
+)
+def test_a_users_error_is_the_only_line_that_a_command_prints(arguments, tmp_path):
+    outcome = run(tmp_path, arguments)
+    assert outcome.code == 1 and outcome.output.startswith("error: ") and outcome.output.count("\n") == 1, outcome.output
+    if "train.lr=-1" in arguments:
+        traced = run(tmp_path, arguments, HYDRA_FULL_ERROR="1")
+        assert traced.code == 1 and traced.output.startswith("Traceback (most recent call last)"), traced.output
+
+
 def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(tmp_path):
     runs = tmp_path / "runs"
     arguments = ["train.py", "-m", *TINY, "train.num_steps=2", "seed=1", "train.precision=fp32,bf16", f"output_dir={runs}"]
