@@ -69,7 +69,7 @@ def machine() -> None:
     for i in range(PYTHON_ADDITIONS):
         total += i
     record["ns per addition in Python"] = 1e9 * (time.perf_counter() - start_sec) / PYTHON_ADDITIONS
-    record |= {"cores": os.cpu_count(), "visible cores": machine_settings.visible_cores(), "load": list(os.getloadavg())}
+    record |= {"cores": os.cpu_count(), "visible cores": machine_settings.visible_cores(), "load": os.getloadavg()[0]}
     if Path("/proc/stat").exists():
         fields = Path("/proc/stat").read_text(encoding="utf-8").split()
         record["share stolen by other machines"] = int(fields[8]) / max(sum(map(int, fields[1:9])), 1)
