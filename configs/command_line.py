@@ -94,7 +94,7 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
             action()
             leave_processes()
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; run the same command to resume\n")
+        sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
         if not FailedRun.failures:
             sys.exit(128 + signal.SIGINT)
     except FailedRun:
