@@ -129,7 +129,7 @@ def class_numbers(classes: list[int | str] | None, names: list[str] | None, path
 
 
 def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """Map each seed to a class. Seed i uses entry i mod length of `classes`. Without `classes`, `draw_labels` chooses them."""
+    """Map each seed to a class. Seed i uses entry i mod length of `classes`. Without `classes`, `labels` chooses the classes."""
     from sampling.sampler import draw_labels
 
     if cfg.seeds and cfg.num_samples:

@@ -139,6 +139,8 @@ def test_balanced_labels_have_every_class_equally_often(sample):
     for labels in ("balanced", "random"):
         classes = [int(name[18:21]) for name in sample(labels, "num_samples=30", f"labels={labels}")]
         assert (np.bincount(classes, minlength=10).tolist() == [3] * 10) == (labels == "balanced")
+        given = sample(f"{labels}_given", "num_samples=6", f"labels={labels}", "classes=[3,7]")
+        assert [int(name[18:21]) for name in given] == [3, 7, 3, 7, 3, 7]  # `classes` are balanced with any labels
 
 
 def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sample, tmp_path, caplog):
