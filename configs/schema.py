@@ -86,7 +86,8 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FolderName = Annotated[str, types.matching(r"[^/\\]*[^/\\.][^/\\]*", "a folder name without slashes")]  # and not only dots
+# Names that begin with a dot belong to the project, such as runs/.sweeps.
+FolderName = Annotated[str, types.matching(r"[^/\\.][^/\\]*", "a folder name without slashes and without a dot at its start")]
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
