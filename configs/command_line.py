@@ -8,7 +8,6 @@ import inspect
 import logging
 import math
 import os
-import re
 import select
 import signal
 import sys
@@ -27,50 +26,35 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
-from common.errors import Diverged, UserError
+from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY, hash_bytes
 from common.progress import log_to_stderr
-from configs.compose import explain, job_overrides, parse_argument
+from configs.compose import explain, job_overrides, joblib_worker, parse_argument
 from configs.schema import TrainConfig
 from configs.settings import S, Settings, flatten, has_interpolation, validate
 
 log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
+TRACEBACKS = "TREAD_TRACEBACKS"  # the user's value of FULL_ERRORS, for the jobs of a sweep: `guard` sets FULL_ERRORS
 BEGAN = "TREAD_COMMAND_BEGAN"  # environment variable with the time at which a command began, for the jobs of its launcher
 HELP = {"--help", "-h"}
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
+_has_failed_run = False  # whether a run of this process's sweep failed
 
 
 def read_result(job: JobReturn) -> object:
     """Return the result of a job, or raise its error. Replaces Hydra's property, which also prints a line about the job."""
+    global _has_failed_run
     if job.status == JobStatus.FAILED:
+        _has_failed_run = True
         raise job._return_value
     return job._return_value
 
 
 JobReturn.return_value = property(read_result, JobReturn.return_value.fset)
-
-
-class FailedRun(Exception):
-    """The error of a run in a sweep. Launchers send it to the sweep's process, where unpickling adds it to `failures`.
-
-    Args:
-        run: The run's command-line arguments.
-        text: The message for the user, or the traceback of an error that is not the user's.
-        details: The traceback.
-    """
-
-    failures: list[FailedRun] = []
-
-    def __init__(self, run: str, text: str, details: str):
-        super().__init__(run, text, details)
-        self.failures.append(self)
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}: {self.args[1]}"
 
 
 def guard(action: Callable[[], object], config_name: str = "config") -> None:
@@ -79,6 +63,8 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     Args:
         config_name: For a command that Hydra runs, the name of its file in configs/.
     """
+    global _has_failed_run
+    _has_failed_run = False
     wants_traceback = os.environ.get(FULL_ERRORS) == "1"
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the shell closed it (2>&-)
@@ -86,31 +72,27 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     if not any(word.startswith("--info") for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
-    FailedRun.failures.clear()
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    traces = {FULL_ERRORS: "1", TRACEBACKS: str(int(wants_traceback))}
     try:
-        with exit_on_broken_pipe(), env_override({FULL_ERRORS: "1", "PYTHONPATH": path, BEGAN: str(time.time_ns())}):
+        with exit_on_broken_pipe(), env_override({**traces, "PYTHONPATH": path, BEGAN: str(time.time_ns())}):
             action()
             leave_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
-        if not FailedRun.failures:
-            sys.exit(128 + signal.SIGINT)
-    except FailedRun:
-        pass  # like the other failed runs, it is in FailedRun.failures
-    except SystemExit:  # a signal stopped the sweep
-        if not FailedRun.failures:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as stop:  # a signal may have stopped a sweep
+        if stop.code or not _has_failed_run:
             raise
     except Exception as error:
-        line = format_error(error, config_name)
-        if line is None or wants_traceback:
+        text = explain_error(error, config_name)
+        if text is None or wants_traceback:
             raise
-        sys.exit(line)
-    if failed := FailedRun.failures:
-        lines = [f"- {run}: {details if wants_traceback else text}" for run, text, details in (one.args for one in failed)]
-        lines = dict.fromkeys(lines)  # every process of a job reports its error
-        sys.exit("\n".join(["error: these runs of the sweep failed", *lines]))
+        rank = os.environ.get("RANK")
+        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {text}")
+    if _has_failed_run:  # a signal, or a search that continues after failed runs
+        sys.exit("error: runs of the sweep failed; their errors are logged above")
 
 
 @contextlib.contextmanager
@@ -136,24 +118,23 @@ def leave_processes() -> None:
         processes.leave()
 
 
-def format_error(error: Exception, config_name: str = "config") -> str | None:
-    """Return the message that a command prints for a user error, or None for any other error."""
+def explain_error(error: Exception, config_name: str = "config") -> str | None:
+    """Return the message for the user that explains a user error, or None for any other error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
     if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return None
-    text = str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
-    rank = os.environ.get("RANK")
-    return f"error{'' if rank is None else f' (process {rank})'}: {text}"
+    return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    If a run diverges in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids the run's settings.
-    If a job of a sweep fails otherwise, the sweep continues. With several connected processes, the first error ends the sweep,
-    because the other processes may still be executing the failed run.
+    A job of a sweep logs its error when it fails. If it diverged in a search by Optuna or Nevergrad, return the worst metric, so
+    that the search avoids its settings. Otherwise the sweep continues, and fails at its end. With several connected processes,
+    the first error ends the sweep, because the other processes may still be executing the failed run.
     """
+    global _has_failed_run
     log_to_stderr()
     context = HydraConfig.get()
     arguments, is_sweep = job_overrides(), context.mode == RunMode.MULTIRUN
@@ -175,18 +156,27 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
         return metric
+    except SystemExit as stop:  # after a signal
+        # The sweep's process would get this exit code, and no failure of another worker.
+        sys.exit(stop.code if joblib_worker() is None else stop.code or 1)
     except Exception as error:
         if not is_sweep:
             raise
-        text = re.sub(r"^error[^:]*: ", "", format_error(error) or traceback.format_exc())
-        failure, has_diverged = (" ".join(arguments), text, traceback.format_exc()), isinstance(error, Diverged)
-    # Raise outside of `except`, because the error's traceback would keep this run's memory for the next run.
-    log.error("%s: %s", *failure[:2])
+        text, has_diverged = explain_error(error), isinstance(error, Diverged)
+        traced = {"exc_info": text is None or os.environ.get(TRACEBACKS) == "1"}
+        failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
+        log.error("%s", failure, **traced)
     if has_diverged and searcher in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
         return -math.inf if "max" in str(context.sweeper.get("direction")).lower() else math.inf
     if is_connected and launcher == "basic":
         sys.exit(1)
-    raise FailedRun(*failure)
+    _has_failed_run = True
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        import submitit  # an optional package, which must be there in its own job
+
+        failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
+    # Hydra keeps this error until the sweep ends. The traceback of the original error would keep all memory of the run.
+    raise UserError(failure)
 
 
 def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:

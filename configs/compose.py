@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
@@ -47,6 +48,12 @@ OmegaConf.register_new_resolver("help_text", help_text, replace=True)
 def job_overrides() -> list[str]:
     """Return the arguments of the job that Hydra runs, with their interpolations as they were typed."""
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+
+
+def joblib_worker() -> int | None:
+    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
+    name, _, number = multiprocessing.current_process().name.partition("-")
+    return int(number) if name == "LokyProcess" else None
 
 
 def parse_argument(argument: str) -> Override:

@@ -26,17 +26,31 @@ def run_sweep(folder, arguments):
 
 def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_nothing(tmp_path):
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    arguments = ["train.py", "-m", *launcher, *TINY, "name=s${seed}", "output_dir=runs", "seed=0,-1,1", "train.num_steps=2"]
+    arguments = ["train.py", "-m", *launcher, *TINY, "name=s${seed}", "output_dir=runs", "seed=0,-1,-2,1", "train.num_steps=2"]
     outcome = run_sweep(tmp_path, arguments)
     assert outcome.code == 1 and runs_of(tmp_path / "runs") == ["s0", "s1"], outcome.output
-    assert "error: these runs of the sweep failed\n- " in outcome.output and "Traceback" not in outcome.output
-    assert outcome.output.strip().endswith("output_dir=runs seed=-1: seed=-1: Input should be greater than or equal to 0")
+    *logged, error = [line for line in outcome.output.splitlines() if "a run of the sweep failed: " in line]
+    words = "output_dir=runs seed={0}: seed={0}: Input should be greater than or equal to 0"
+    assert [line.startswith("a run ") for line in logged] == [True, True], outcome.output  # in the terminal, from the workers
+    assert {line.partition("=s$\\{seed\\} ")[2] for line in logged} == {words.format(-1), words.format(-2)}, logged
+    assert error.startswith("error: ") and error.endswith(words.format(-1)) and "Traceback" not in outcome.output, error
     assert [metrics(tmp_path / "runs" / name)[-1]["step"] for name in ("s0", "s1")] == [2, 2]
     begun = json.loads((tmp_path / "runs" / "s1" / "starts.jsonl").read_text())["command"]
     assert begun.startswith("python train.py ") and begun.endswith(" output_dir=runs seed=1")  # the command of this run alone
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-    again = run_sweep(tmp_path, [argument.replace("0,-1,1", "0,1") for argument in arguments])
+    again = run_sweep(tmp_path, [argument.replace("0,-1,-2,1", "0,1") for argument in arguments])
     assert again.code == 0 and again.output.count("this run is complete at step 2") == 2, again.output
+
+
+def test_the_error_of_a_submitit_sweep_names_the_failed_run_and_the_folder_of_its_log(tmp_path):
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
+    outcome = run_sweep(tmp_path, ["train.py", "-m", *launcher, "output_dir=runs", "seed=-1,-2"])
+    failed = "a run of the sweep failed: output_dir=runs seed={0}: seed={0}: Input should be greater than or equal to 0"
+    *_, error = outcome.output.strip().splitlines()
+    assert outcome.code == 1 and error.startswith(f"error: {failed.format(-1)} (logs: {tmp_path}/runs/.sweeps/"), outcome.output
+    log, other = sorted(tmp_path.glob("runs/.sweeps/*/.submitit/*/*_log.err"), key=lambda file: str(file.parent) not in error)
+    assert error.endswith(f" (logs: {log.parent})")
+    assert failed.format(-1) in log.read_text() and failed.format(-2) in other.read_text()
 
 
 def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
