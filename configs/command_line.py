@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import io
 import logging
 import math
 import os
@@ -45,16 +46,18 @@ LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
 _has_failed_run = False  # whether a run of this process's sweep failed
 
 
+hydras_result = JobReturn.return_value
+
+
 def read_result(job: JobReturn) -> object:
-    """Return the result of a job, or raise its error. Replaces Hydra's property, which also prints a line about the job."""
+    """Return the result of a job, or raise its error. Hydra's own property also prints a line about a job that failed."""
     global _has_failed_run
-    if job.status == JobStatus.FAILED:
-        _has_failed_run = True
-        raise job._return_value
-    return job._return_value
+    _has_failed_run |= job.status == JobStatus.FAILED
+    with contextlib.redirect_stderr(io.StringIO()):
+        return hydras_result.fget(job)
 
 
-JobReturn.return_value = property(read_result, JobReturn.return_value.fset)
+JobReturn.return_value = property(read_result, hydras_result.fset)
 
 
 def guard(action: Callable[[], object], config_name: str = "config") -> None:
