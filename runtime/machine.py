@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
-from configs.compose import job_overrides
+from configs.compose import job_overrides, joblib_worker
 from runtime import processes
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 # torch's elastic launcher sets TORCHELASTIC_RUN_ID. accelerate's launcher for one process sets ACCELERATE_DYNAMO_BACKEND.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver is loaded
-_claimed_gpu: socket.socket | None = None  # shows other processes which GPU this job of a joblib sweep uses
 
 
 def start_accelerator(
@@ -108,32 +107,21 @@ def prepare_job() -> None:
         if submitit.JobEnvironment().num_tasks > 1:
             # accelerate chooses the GPU by LOCAL_RANK, so every process must see all GPUs of its node.
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    elif HydraConfig.initialized() and "joblib" in HydraConfig.get().launcher._target_:
-        claim_gpu()
+    elif (worker := joblib_worker()) is not None:
+        choose_gpu(worker)
 
 
-def claim_gpu() -> None:
-    """Let this process use only one GPU, which no other job of a joblib sweep on this machine uses, until the process ends.
-
-    Raises UserError if other jobs use all GPUs.
-    """
-    global _claimed_gpu
+@functools.cache  # for all jobs of the worker
+def choose_gpu(worker: int) -> None:
+    """Let this process, a worker of a joblib sweep, use only one GPU. Workers with consecutive numbers use different GPUs."""
     num_gpus = torch.cuda.device_count()  # does not initialise CUDA, which would ignore later changes of the environment
-    if _claimed_gpu is not None or num_gpus == 0 or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    if num_gpus == 0 or parse_flag_from_env("ACCELERATE_USE_CPU"):
         return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    for gpu in visible.split(",") if visible else map(str, range(num_gpus)):
-        claimed = socket.socket(socket.AF_UNIX)
-        try:
-            # A name in memory, which Linux frees when the process ends. Slurm may number the GPUs of each of its jobs from 0.
-            claimed.bind(f"\0tread_gpu_{os.environ.get('SLURM_JOB_ID', '')}_{gpu}")
-        except OSError:
-            claimed.close()
-            continue
-        os.environ["CUDA_VISIBLE_DEVICES"], _claimed_gpu = gpu, claimed
-        return log.info("this job uses GPU %s", gpu)
-    remedies = f"set hydra.launcher.n_jobs={num_gpus} or less, and end the processes that a killed sweep left behind"
-    raise UserError(f"the jobs of sweeps use all {num_gpus} GPUs of this machine; {remedies}")
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")[:num_gpus]
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu = gpus[worker % num_gpus]
+    # joblib replaces a worker that ended by one with a higher number.
+    shared = f", maybe with another worker; set hydra.launcher.n_jobs={num_gpus} or less" if worker > num_gpus else ""
+    log.info("this worker uses GPU %s%s", gpu, shared)
 
 
 def check_gpus() -> None:

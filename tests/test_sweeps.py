@@ -1,18 +1,18 @@
 """Sweeps by Hydra's launchers and sweepers: what fails, what is killed, what is repeated."""
 
 import json
+import multiprocessing
 import os
 import signal
-import socket
 
+import joblib
 import psutil
-import pytest
 from conftest import TINY, checked, forget_accelerate, metrics, wait_for
 from forked import Command, launch, run
 
 import train as script
 from checkpoints import store
-from common.errors import UserError
+from configs.compose import joblib_worker
 from runtime import machine
 
 
@@ -101,37 +101,46 @@ def test_processes_that_would_run_different_jobs_of_a_search_are_stopped(tmp_pat
         assert "set hydra.sweeper.sampler.seed=0" in outcome.output and runs_of(tmp_path / "runs") == []
 
 
-def test_each_job_of_a_joblib_sweep_claims_a_gpu_or_says_that_there_are_too_few(monkeypatch):
+def gpus_of_workers(monkeypatch, numbers, visible):
+    """Return the GPU of each worker of a joblib sweep whose command has CUDA_VISIBLE_DEVICES=`visible`."""
+    chosen = []
+    for number in numbers:
+        with monkeypatch.context() as worker:
+            worker.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+            if visible is None:
+                worker.delenv("CUDA_VISIBLE_DEVICES")
+            worker.setattr(multiprocessing.current_process(), "name", f"LokyProcess-{number}")
+            machine.choose_gpu.cache_clear()  # as in the next process
+            for _ in range(3):  # all jobs of a worker use one GPU
+                machine.prepare_job()
+                worker.setattr(machine.torch.cuda, "device_count", lambda: 1)  # as torch then sees
+            chosen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    machine.choose_gpu.cache_clear()
+    return chosen
+
+
+def test_each_worker_of_a_joblib_sweep_uses_one_gpu_and_says_if_others_may_share_it(monkeypatch, caplog):
+    caplog.set_level("INFO")
     for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
-    names = [f"test{os.getpid()}_{i}" for i in range(2)]
-    claims = []
-    for name in names:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
-        monkeypatch.setattr(machine, "_claimed_gpu", None)  # as in the next process
-        machine.claim_gpu()
-        claims.append(machine._claimed_gpu)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == name
-        machine.claim_gpu()  # the worker's next job
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == name and machine._claimed_gpu is claims[-1]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
-    monkeypatch.setattr(machine, "_claimed_gpu", None)
-    with pytest.raises(UserError, match="use all 2 GPUs .*; set hydra.launcher.n_jobs=2 or less, and end the processes"):
-        machine.claim_gpu()
-    with monkeypatch.context() as patch:  # a job of Slurm has GPUs of its own, which it may number from 0, too
-        patch.setenv("SLURM_JOB_ID", "2")
-        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
-        patch.setattr(machine, "_claimed_gpu", None)
-        machine.claim_gpu()
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == names[0]
-        machine._claimed_gpu.close()
-    claims[0].close()  # the process ends
-    machine.claim_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == names[0]
-    assert isinstance(machine._claimed_gpu, socket.socket)
-    machine._claimed_gpu.close()
-    claims[1].close()
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 3)
+    assert sorted(gpus_of_workers(monkeypatch, [1, 2, 3], None)) == ["0", "1", "2"]
+    assert sorted(gpus_of_workers(monkeypatch, [1, 2, 3], "7,GPU-8,5")) == ["5", "7", "GPU-8"]
+    assert caplog.text.count("this worker uses GPU ") == 6 and "another" not in caplog.text
+    assert set(gpus_of_workers(monkeypatch, [4, 5], "7,GPU-8,5")) < {"5", "7", "GPU-8"}
+    assert caplog.text.count("maybe with another worker; set hydra.launcher.n_jobs=3 or less") == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        assert gpus_of_workers(monkeypatch, [1, 2], "7,8,5") == ["7,8,5"] * 2
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
+    assert gpus_of_workers(monkeypatch, [1, 2], None) == [None, None] and gpus_of_workers(monkeypatch, [1], "") == [""]
+    machine.prepare_job()  # another process
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_joblib_numbers_its_workers_from_1():
+    numbers = joblib.Parallel(n_jobs=2)(joblib.delayed(joblib_worker)() for _ in range(4))
+    assert set(numbers) <= {1, 2} and joblib_worker() is None
 
 
 def test_optuna_searches_a_guidance_scale_and_its_points_are_in_the_one_table(train, tmp_path):
