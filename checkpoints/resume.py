@@ -164,7 +164,7 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 
 
 def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log permitted changes."""
+    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log changes of resume=changed."""
     refuse_other_settings(checkpoint, cfg)
     for line in changes_on_resume(load_config(checkpoint), cfg):
         log.warning("resumed with a changed setting: %s", line)
@@ -172,14 +172,17 @@ def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
 
 def refuse_other_settings(checkpoint: Path, cfg: schema.TrainConfig) -> None:
     """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
-    if changed := schema.differences_for("resume", load_config(checkpoint), cfg):
-        problem = f"{checkpoint} belongs to a run with different settings: {'; '.join(changed)}"
-        raise UserError(f"resume: {problem}. Restore them, or start another run with name=...")
+    stored = load_config(checkpoint)
+    fixed, changed = schema.differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
+    if fixed or (changed and cfg.resume != "changed"):
+        problem = f"{checkpoint} belongs to a run with different settings: {'; '.join([*fixed, *changed])}"
+        remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
+        raise UserError(f"resume: {problem}. {remedy}")
 
 
 def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[str]:
-    """List the permitted changes between a checkpoint's configuration and `cfg` that affect the run's figures."""
-    changed = schema.differences_for("log", stored, cfg)
-    if cfg.train.schedule == "cosine" and stored.train.num_steps != cfg.train.num_steps:  # the length affects every step
-        changed.append(f"train.num_steps: {stored.train.num_steps} -> {cfg.train.num_steps}")
+    """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
+    changed, lengths = schema.differences_for("resume=auto", stored, cfg), (stored.train.num_steps, cfg.train.num_steps)
+    if lengths[0] > lengths[1] or (cfg.train.schedule == "cosine" and lengths[0] != lengths[1]):
+        changed.append(f"train.num_steps: {lengths[0]} -> {lengths[1]}")
     return changed

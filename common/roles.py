@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 T = TypeVar("T")
-# `resume`, `init_state=...` and `guidance.checkpoint` refuse a checkpoint with another value. `log` means that a resume accepts
-# another value and logs it. `report` means that runs with different values are different experiments.
-Use = Literal["resume", "log", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"]
+# `resume`, `init_state=...` and `guidance.checkpoint` refuse a checkpoint with another value. `resume=auto` means that a resume
+# refuses another value, except with resume=changed. `report` means that runs with different values are different experiments.
+Use = Literal["resume", "resume=auto", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # must b
 SameAverages = Annotated[T, Role(("resume", "init_state=all"))]  # must be equal to continue the tracked EMAs
 SameSeed = Annotated[T, Role(("resume",))]  # the report averages over runs with different values
 SameRun = Annotated[T, Role(("resume", "report"))]
-Logged = Annotated[T, Role(("log", "report"))]
+Logged = Annotated[T, Role(("resume=auto", "report"))]
 Reported = Annotated[T, Role(("report",))]  # may change on a resume without a message
 Free = Annotated[T, Role(())]  # paths, logging and speed
 

@@ -312,7 +312,7 @@ class TrainConfig(Settings):
     output_dir: Free[Text]
     experiment: Free[dict[str, Any] | None]  # see configs/experiment/bases/row.yaml
     seed: SameSeed[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
-    resume: Free[Literal["auto", "never"]]
+    resume: Free[Literal["auto", "changed", "never"]]
     init_from: SameRun[Text | None]
     init_state: SameRun[Literal["weights", "all"]]
     model: SameRun[Annotated[Model | SPRINTModel, Field(discriminator="name")]]
@@ -377,7 +377,7 @@ class TrainConfig(Settings):
             is_group = not is_section or ("." not in key and typed[key] != "")  # a section's name can be one, as in +train=slow
             is_own_group = not known and is_default and group not in GROUPS and is_group
             is_own_file = key in GROUPS and is_default and is_own(key, typed[key]) and values.get(f"{key}.name") != typed[key]
-            is_compared = known and {"resume", "log"} & {*roles[known].compared_by} and key not in in_default
+            is_compared = known and {"resume", "resume=auto"} & {*roles[known].compared_by} and key not in in_default
             if is_own_group or is_own_file or is_compared:
                 value = typed[key] if is_own_file else values.get(f"{key}.name" if key in GROUPS else key, typed[key])
                 value = json.dumps(value).strip('[]{}"/ ')

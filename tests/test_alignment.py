@@ -255,8 +255,8 @@ def test_the_projector_has_its_own_file_and_the_model_loads_without_it(repa, ali
 def test_a_resume_with_another_precision_keeps_the_encoder(repa, aligned, train, tmp_path):
     shutil.copytree(aligned, tmp_path / "run")
     state = json.loads((tmp_path / "run" / "checkpoints" / "step_0000006" / "state.json").read_text())
-    run = train("run", *repa, "train.precision=bf16", "train.num_steps=7")
-    train("run", *repa, "train.num_steps=8")
+    run = train("run", *repa, "train.precision=bf16", "train.num_steps=7", "resume=changed")
+    train("run", *repa, "train.num_steps=8", "resume=changed")
     later = json.loads((run / "checkpoints" / "step_0000007" / "state.json").read_text())
     assert later["encoder_hash"] == f"{state['encoder_hash']}-bf16" and [*losses(run)] == [*range(1, 9)]
 

@@ -234,17 +234,65 @@ def test_a_run_records_the_commit_and_whether_files_were_modified(monkeypatch, t
         ("diffusion.P_mean=1.0", "diffusion.P_mean: -1.2 -> 1.0"),
         ("diffusion=sit", "diffusion.name: 'edm' -> 'sit'"),
         ("init_from=runs/other", "init_from: None -> 'runs/other'"),
+        ("diffusion.sigma_data=1.0", "diffusion.sigma_data: 0.5 -> 1.0"),
+        ("model.class_dropout=0.2", "model.class_dropout: 0.1 -> 0.2"),
+        ("train.optimizer=muon", "train.optimizer: 'adamw' -> 'muon'"),
+        ("train.ema_schedule=constant", "train.ema_schedule: 'warmup' -> 'constant'"),
+        ("train.ema_lengths=[0.1]", r"train.ema_lengths: \[\] -> \[0.1\]"),
     ],
 )
-def test_a_resume_with_different_settings_is_refused_and_names_the_difference(monkeypatch, tmp_path, caplog, change, words):
+def test_a_resume_with_different_settings_is_refused_and_names_the_difference(monkeypatch, tmp_path, change, words):
     monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
-    with pytest.raises(UserError, match=words):
-        resume.check_resume(tmp_path, checked([*TINY, change]))
-    harmless = ["train.lr=1", "train.num_steps=9", "diffusion.sampler.num_steps=3", "train.compile=none", "name=x"]
-    resume.check_resume(tmp_path, checked([*TINY, *harmless]))
-    resume.check_resume(tmp_path, checked([*TINY, *harmless, "train.schedule=cosine"]))
-    assert caplog.text.count("changed setting: train.num_steps: 6 -> 9") == 1
-    assert "resumed with a changed setting: train.lr: 0.002 -> 1.0" in caplog.text
+    for choice in ("auto", "changed"):  # a run cannot change these settings on its way
+        with pytest.raises(UserError, match=f"{words}.*or start another run with name=...$"):
+            resume.check_resume(tmp_path, checked([*TINY, "train.lr=1", change, f"resume={choice}"]))
+
+
+@pytest.mark.parametrize(
+    ("stored", "change", "line"),
+    [
+        ([], "train.lr=1", "train.lr: 0.002 -> 1.0"),
+        ([], "train.warmup_steps=3", "train.warmup_steps: 0 -> 3"),
+        ([], "train.schedule=cosine", "train.schedule: 'constant' -> 'cosine'"),
+        ([], "train.betas=[0.9,0.95]", r"train.betas: [0.9, 0.999] -> [0.9, 0.95]"),
+        ([], "train.weight_decay=0.1", "train.weight_decay: 0.0 -> 0.1"),
+        ([], "train.grad_clip_norm=1.0", "train.grad_clip_norm: None -> 1.0"),
+        ([], "train.ema_decay=0.5", "train.ema_decay: 0.9999 -> 0.5"),
+        ([], "train.precision=bf16", "train.precision: 'fp32' -> 'bf16'"),
+        ([], "train.tf32=false", "train.tf32: True -> False"),
+        ([], "train.num_steps=5", "train.num_steps: 6 -> 5"),
+        (["train.schedule=cosine"], "train.num_steps=9", "train.num_steps: 6 -> 9"),
+    ],
+)
+def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(
+    monkeypatch, tmp_path, caplog, stored, change, line
+):
+    monkeypatch.setattr(resume, "load_config", lambda folder: checked([*TINY, *stored]))
+    with pytest.raises(UserError) as error:
+        resume.check_resume(tmp_path, checked([*TINY, *stored, change]))
+    remedy = "Restore them, or start another run with name=..., or accept them with resume=changed"
+    assert str(error.value) == f"resume: {tmp_path} belongs to a run with different settings: {line}. {remedy}"
+    assert not caplog.text
+    resume.check_resume(tmp_path, checked([*TINY, *stored, change, "resume=changed"]))
+    assert [record.message for record in caplog.records] == [f"resumed with a changed setting: {line}"]
+
+
+def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
+    free = ["train.num_steps=9", "train.compile=none", "train.log_every=3", "name=x", "output_dir=y", "data.path=z"]
+    free += ["diffusion.sampler.num_steps=3", "eval.num_steps=5", "eval.every=2", "sample.rounding=truncate", "guidance=cfg"]
+    free += ["evaluation.detector=inception", "eval.labels=balanced", "eval.precision=bf16", "sample.precision=bf16"]
+    resume.check_resume(tmp_path, checked([*TINY, *free]))
+    assert not caplog.text
+
+
+def test_changes_that_are_meant_are_recorded_with_the_start(train):
+    for keys in (["train.num_steps=1"], ["train.lr=1e-3", "train.num_steps=2", "resume=changed"], ["train.lr=1e-3"]):
+        run = train("run", *keys)
+    assert [start.get("changed") for start in starts(run)] == [None, ["train.lr: 0.002 -> 0.001"], None]
+    assert [line["lr"] for line in metrics(run)] == [2e-3] + 5 * [1e-3]
+    with pytest.raises(UserError, match="train.lr: 0.001 -> 0.002.*resume=changed"):  # even though the run is complete
+        train("run")
 
 
 @pytest.mark.parametrize("damage", ["none", "config", "weights"])

@@ -26,7 +26,7 @@ ENCODE += ["batch_size=3", "num_workers=0", "cpu_threads=1"]
 HERE, SHARED = "runs/one", "{shared}/runs/one"
 # name: script, arguments
 RUNS = {
-    "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3"]),
+    "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3", "train.lr=1e-2"]),
     "damaged": ("train", [*TINY, "name=damaged", "output_dir=runs"]),
     "init_from": ("train", [*TINY, "name=two", "output_dir=runs", f"init_from={HERE}"]),
     "new": ("train", [*TINY, "name=new", "output_dir=runs", "train.num_steps=1"]),
@@ -43,7 +43,7 @@ RUNS = {
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
     "encoded": ("prepare_latents", [*ENCODE, "output={shared}/latents"]),
-    "resumed": ("train", [*TINY, "name=one", "output_dir={shared}/runs", "train.num_steps=4"]),
+    "resumed": ("train", [*TINY, "name=one", "output_dir={shared}/runs", "train.num_steps=4", "train.lr=1e-2"]),
 }  # fmt: skip
 
 
