@@ -12,10 +12,8 @@ import os
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 
 from hydra.core.hydra_config import HydraConfig
@@ -28,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import create_model
 
 from common.errors import Diverged, UserError, first_line
-from common.files import REPOSITORY, hash_bytes
+from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, job_overrides, joblib_worker, parse_argument
 from configs.schema import TrainConfig
@@ -38,7 +36,6 @@ log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 TRACEBACKS = "TREAD_TRACEBACKS"  # the user's value of FULL_ERRORS, for the jobs of a sweep: `guard` sets FULL_ERRORS
-BEGAN = "TREAD_COMMAND_BEGAN"  # environment variable with the time at which a command began, for the jobs of its launcher
 HELP = {"--help", "-h"}
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
@@ -79,7 +76,7 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     traces = {FULL_ERRORS: "1", TRACEBACKS: str(int(wants_traceback))}
     try:
-        with exit_on_broken_pipe(), env_override({**traces, "PYTHONPATH": path, BEGAN: str(time.time_ns())}):
+        with exit_on_broken_pipe(), env_override({**traces, "PYTHONPATH": path}):
             action()
             leave_processes()
     except KeyboardInterrupt:
@@ -146,15 +143,9 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     try:
         if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
-        settings = parse_config(cfg, settings_class, arguments, not is_sweep, context.job.config_name)
-        if is_sweep and isinstance(settings, TrainConfig):
-            if searcher and not settings.is_evaluated:
-                raise UserError(
-                    "a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference"
-                )
-            if os.environ.get("RANK", "0") == "0":  # the mark in BEGAN differs between processes of accelerate launch
-                # The working directory may have changed since (hydra.job.chdir).
-                reserve_name(settings, Path(context.runtime.cwd, context.sweep.dir), " ".join(arguments))
+        settings = parse_config(cfg, settings_class, arguments, not is_sweep)
+        if searcher and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+            raise UserError("a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference")
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()
@@ -182,39 +173,12 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     raise UserError(failure)
 
 
-def reserve_name(cfg: TrainConfig, sweep: Path, arguments: str) -> None:
-    """Reserve a run's folder in the sweep's folder. Raises UserError if another run of the sweep has this folder."""
-    (sweep / ".names").mkdir(parents=True, exist_ok=True)
-    # Hydra's basic sweeper writes multirun.yaml first. Its time tells a sweep from an earlier one in the same hydra.sweep.dir.
-    # Other sweepers write no such file. There, the command's own mark does, which its jobs inherit.
-    record = sweep / "multirun.yaml"
-    began = str(record.stat().st_mtime_ns) if record.exists() else os.environ.get(BEGAN, "")
-    run = os.path.abspath(Path(cfg.output_dir, cfg.name))
-    file, content = sweep / ".names" / hash_bytes(run.encode()), f"{began}\n{arguments}"
-    try:
-        with open(file, "x", encoding="utf-8") as f:
-            f.write(content)
-    except FileExistsError:  # by a requeued job, another process of this job, another job, or an earlier sweep
-        time_then, _, earlier = file.read_text(encoding="utf-8").partition("\n")
-        if earlier and time_then == began and earlier != arguments:
-            folder = f"{cfg.output_dir}/{cfg.name}"
-            raise UserError(f"two runs of the sweep have the folder {folder}: {earlier} and {arguments}; set name=...") from None
-        file.write_text(content, encoding="utf-8")
-
-
-def parse_config(
-    cfg: DictConfig,
-    settings_class: type[S],
-    overrides: Sequence[str] = (),
-    are_typed: bool = True,
-    config_name: str = "config",
-) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
         are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
-        config_name: Name of the primary configuration (see `TrainConfig.named`).
     """
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
@@ -222,7 +186,7 @@ def parse_config(
     settings = validate(
         raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
     )
-    return settings.named([*expand_groups(overrides)], config_name) if isinstance(settings, TrainConfig) else settings
+    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
 
 
 def expand_groups(overrides: Iterable[str]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from pydantic import (
 
 from common import types
 from common.errors import UserError
-from common.files import REPOSITORY, hash_bytes
+from common.files import hash_bytes
 from common.roles import (
     Free,
     Logged,
@@ -346,52 +346,28 @@ class TrainConfig(Settings):
         """Whether the run evaluates samples or the validation loss. With data=custom, eval.every may be None until the start."""
         return bool(self.evaluation.reference or self.eval.validation) if self.eval.every is None else self.eval.every > 0
 
-    def named(self, overrides: Sequence[str], config_name: str = "config") -> TrainConfig:
+    def named(self, overrides: Sequence[str]) -> TrainConfig:
         """Append the overridden keys and their values to the default run name, unless the user set a name.
 
-        The name omits keys that a resume accepts without a message, such as train.num_steps. It also omits keys that the default
-        name covers (experiment and its seed, otherwise data and model). With `experiment`, it omits data and model, too, as in
-        earlier versions. The user's own config groups, such as +recipe=slow, are added to a default name. So are the user's own
-        files in our groups, unless their settings have the file's name. Names longer than MAX_NAME_LENGTH get a hash.
-
-        Raises UserError if an experiment or a primary configuration (`config_name`) of the user's own sets no name.
+        The name omits keys that a resume accepts, and keys that the default name covers (data, model, experiment and its seed).
+        Names longer than MAX_NAME_LENGTH get a hash.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
         in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
-        has_default = self.name == f"{self.data.name}_{self.model.name}"
-        own = [f"experiment={typed['experiment']}"] if "experiment" in typed and self.experiment is None else []
-        own += [f"--config-name={config_name}"] if config_name != "config" and self.experiment is None else []
-        if own and has_default:
-            remedy = f"set name there, or name=... in the command (name={self.name} continues a run of earlier versions)"
-            raise UserError(f"{own[0]} sets no name, and would share the folder of other runs; {remedy}")
-        is_default = "experiment" in typed or has_default
         values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
-            group = key.partition("@")[0]
-            is_section = any(x.startswith(f"{group}.") for x in roles)
-            is_group = not is_section or ("." not in key and typed[key] != "")  # a section's name can be one, as in +train=slow
-            is_own_group = not known and is_default and group not in GROUPS and is_group
-            is_own_file = key in GROUPS and is_default and is_own(key, typed[key]) and values.get(f"{key}.name") != typed[key]
-            is_compared = known and {"resume", "resume=auto"} & {*roles[known].compared_by} and key not in in_default
-            if is_own_group or is_own_file or is_compared:
-                value = typed[key] if is_own_file else values.get(f"{key}.name" if key in GROUPS else key, typed[key])
-                value = json.dumps(value).strip('[]{}"/ ')
-                word = group.replace("/", ".").rpartition(".")[2]
-                parts.append(f"{word}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
+            if known and {"resume", "resume=auto"} & {*roles[known].compared_by} and key not in in_default:
+                value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
+                parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
         if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:
             name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
         return self.model_copy(update={"name": name})
-
-
-def is_own(group: str, choice: str) -> bool:
-    """Return whether the file that `choice` names in a config group is not one of ours."""
-    return bool(choice) and choice != "null" and not (REPOSITORY / "configs" / group / f"{choice}.yaml").exists()
 
 
 class _Sampling(Settings):

@@ -9,11 +9,13 @@ import weakref
 import hydra
 import pytest
 import torch
-from conftest import REPOSITORY, TINY, forget_accelerate, metrics, run_python
+from conftest import REPOSITORY, TINY, forget_accelerate, make_shard, metrics, run_python
 from forked import launch, run
 from hydra.core.utils import JobReturn, JobStatus
 
+import dit
 import prepare_latents
+import train as train_script
 from common.errors import UserError
 from common.types import PositiveInt, Text
 from configs import command_line
@@ -170,7 +172,7 @@ def test_a_sweep_goes_on_after_a_failed_run_and_logs_each_failure_when_it_happen
     assert [record.exc_info[0] for record in caplog.records if "failed" in record.message] == [UserError] * 2
 
 
-def test_a_name_may_be_an_interpolated_number_in_a_sweep_and_own_groups_are_part_of_the_name(monkeypatch, tmp_path):
+def test_a_name_may_be_an_interpolated_number_in_a_sweep_or_set_by_an_own_group(monkeypatch, tmp_path):
     found = []
     start(monkeypatch, found.append, ["-m", "name=${seed}", "seed=0,1", f"output_dir={tmp_path}"])
     assert [cfg.name for cfg in found] == ["0", "1"]
@@ -181,40 +183,11 @@ def test_a_name_may_be_an_interpolated_number_in_a_sweep_and_own_groups_are_part
         file.write_text(f"# @package _global_\n{name}train:\n  lr: {lr}\n")
         start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "+{}={}".format(*recipe.rsplit("/", 1))])
     assert [cfg.train.lr for cfg in found[2:]] == [1e-5, 1e-3, 1e-4]
-    assert [cfg.name for cfg in found[2:]] == ["digits_tread_recipe-slow", "digits_tread_recipe-fast", "mine"]
+    assert [cfg.name for cfg in found[2:]] == ["digits_tread", "digits_tread", "mine"]
     with pytest.raises(
         SystemExit, match=r"^error: experiment is set already, by default to null: write experiment=... without \+"
     ):
         start(monkeypatch, found.append, ["+experiment=table2_dit_b2"])
-
-
-def test_own_files_in_our_groups_and_groups_named_like_sections_are_in_the_name(tmp_path, monkeypatch):
-    files = {
-        "data/digits_slow": "# @package _global_\ndefaults: [digits, _self_]\ntrain: {lr: 1e-5}\n",
-        "model/narrow": "defaults: [tread, _self_]\nbackbone: DiT-XS/4\n",
-        "model/named": "defaults: [tread, _self_]\nname: tread\n",
-        "train/slow": "lr: 1e-5\n",
-        "experiment/mine": "# @package _global_\ntrain: {lr: 1e-5}\n",
-        "experiment/other": "# @package _global_\nname: other\n",
-    }
-    for name, text in files.items():
-        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "own" / f"{name}.yaml").write_text(text)
-    found = []
-    for arguments in (["data=digits_slow"], ["model=narrow"], ["+train=slow"], ["experiment=other"], ["model=dit", "train.lr=1"]):
-        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", *arguments])
-    names = [
-        "digits_tread_data-digits-slow",
-        "digits_tread_model-narrow",
-        "digits_tread_train-slow",
-        "other",
-        "digits_dit_lr-1.0",
-    ]
-    assert [cfg.name for cfg in found] == names and found[0].train.lr == 1e-5
-    with pytest.raises(SystemExit, match="experiment=mine sets no name, and would share .* .name=digits_tread continues a run"):
-        start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "experiment=mine"])
-    start(monkeypatch, found.append, [f"--config-dir={tmp_path / 'own'}", "experiment=mine", "name=digits_tread"])
-    assert found[-1].name == "digits_tread"
 
 
 def test_interpolations_on_the_command_line_are_resolved_in_the_configuration_and_their_errors_are_one_line(monkeypatch):
@@ -232,16 +205,6 @@ def test_own_files_for_sweepers_are_recognised_by_what_they_launch(tmp_path, mon
     search = [f"--config-dir={tmp_path / 'own'}", "-m", "hydra/sweeper=mine", "hydra.sweeper.n_trials=1", "eval.every=0"]
     with pytest.raises(SystemExit, match="a search needs a metric"):
         start(monkeypatch, print, [*search, "train.lr=interval(0.1,0.2)", f"output_dir={tmp_path}"])
-
-
-def test_a_sweep_finds_its_folder_from_any_folder_and_does_not_mistake_an_earlier_sweeps_runs_for_its_own(monkeypatch, tmp_path):
-    found = []
-    monkeypatch.chdir(tmp_path)
-    start(monkeypatch, found.append, ["-m", "hydra.job.chdir=true", "seed=0,1", "output_dir=runs"])
-    for num_steps in (1000, 2000):  # runs with the same folder in two sweeps: the second resumes the first
-        sweep = ["hydra.sweep.dir=runs", f"train.num_steps={num_steps}", "train.lr=1e-3,2e-3", "output_dir=runs"]
-        start(monkeypatch, found.append, ["-m", *sweep])
-    assert len(found) == 6 and found[2].name == found[4].name
 
 
 def test_all_rows_of_a_table_can_be_swept(monkeypatch, tmp_path):
@@ -306,11 +269,68 @@ def test_other_commands_resolve_interpolations(monkeypatch):
         prepare_latents.main(["inspect", "path=${oc.env:MISSING}/latents"])
 
 
-def test_two_runs_of_a_sweep_never_share_a_folder(monkeypatch, tmp_path):
-    found = []
-    with pytest.raises(SystemExit, match=f"two runs of the sweep have the folder {tmp_path}/digits_tread: eval.num_steps=3"):
-        start(monkeypatch, found.append, ["-m", "eval.num_steps=3,5", f"output_dir={tmp_path}"])
-    assert [cfg.eval.num_steps for cfg in found] == [3]
+def train_here(cfg):
+    forget_accelerate()
+    train_script.main(cfg)
+
+
+OWN_FILES = {
+    "own": "defaults: [config, _self_]\ntrain: {lr: 1e-5}\n",
+    "recipe/slow": "# @package _global_\ntrain: {lr: 1e-5}\n",
+    "data/digits_slow": "# @package _global_\ndefaults: [digits, _self_]\ntrain: {lr: 1e-5}\n",
+    "model/narrow": "defaults: [tread, _self_]\nclass_dropout: 0.2\n",
+    "train/slow": "lr: 1e-5\n",
+    "experiment/mine": "# @package _global_\ntrain: {lr: 1e-5}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "train.lr=2e-3,1e-5"], "train.lr: 0.002 -> 1e-05.* resume=changed"),
+        (["-m", "model=tread,dit"], "model.name: 'tread' -> 'dit'; model.routes: "),
+        (["-m", "seed=0,1"], "seed: 0 -> 1"),
+        (["-m", "train.num_steps=2,1"], "train.num_steps: 2 -> 1.* resume=changed"),
+        (["-m", "data.path={latents},{other}/latents"], "was trained on other latents"),
+        (["--config-name=own"], "train.lr: 0.002 -> 1e-05"),
+        (["+recipe=slow"], "train.lr: 0.002 -> 1e-05"),
+        (["data=digits_slow"], "train.lr: 0.002 -> 1e-05"),
+        (["model=narrow"], "model.class_dropout: 0.1 -> 0.2"),
+        (["+train=slow"], "train.lr: 0.002 -> 1e-05"),
+        (["experiment=mine"], "train.lr: 0.002 -> 1e-05"),
+    ],
+)
+def test_a_run_with_other_settings_than_the_run_in_its_folder_is_refused(monkeypatch, tmp_path, arguments, words):
+    monkeypatch.setitem(dit.BACKBONES, "DiT-XS/2", (12, 24, 3, 2))
+    for name, text in OWN_FILES.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / f"{name}.yaml").write_text(text)
+    for folder, seed in (("latents", 0), ("other/latents", 1)):
+        make_shard(tmp_path / folder / "x.safetensors", channels=1, size=8, num_classes=10, seed=seed)
+    keys = [*TINY, "train.num_steps=2", f"output_dir={tmp_path}/runs", f"data.path={tmp_path}/latents"]
+    start(monkeypatch, train_here, keys)
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    before = (run_folder / "metrics.jsonl").read_bytes(), (run_folder / "config.yaml").read_bytes()
+    first, *others = (argument.format(latents=tmp_path / "latents", other=tmp_path / "other") for argument in arguments)
+    more = [f"name={run_folder.name}"] if first == "-m" else []  # otherwise the sweep gives its runs different names
+    with pytest.raises(SystemExit, match=f"(?s)^error: .*{words}"):
+        start(monkeypatch, train_here, [f"--config-dir={tmp_path / 'own'}", first, *keys, *more, *others])
+    assert before == ((run_folder / "metrics.jsonl").read_bytes(), (run_folder / "config.yaml").read_bytes())
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != ".sweeps"] == [run_folder.name]
+
+
+def test_runs_of_a_sweep_that_differ_in_nothing_that_training_uses_are_one_run(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(dit.BACKBONES, "DiT-XS/2", (12, 24, 3, 2))
+    keys = [*TINY, "train.num_steps=2", f"output_dir={tmp_path}", "eval.num_samples=20", "eval.cfg_scales=[1.0]"]
+    caplog.set_level("INFO")
+    start(monkeypatch, train_here, ["-m", *keys, "name=same", "seed=0,0"])
+    assert caplog.text.count("this run is complete at step 2") == 1
+    start(monkeypatch, train_here, ["-m", *keys, "name=longer", "train.num_steps=1,2"])
+    assert [line["step"] for line in metrics(tmp_path / "longer")] == [1, 2]
+    start(monkeypatch, train_here, ["-m", *keys, "name=evaluated", "eval.every=2", "eval.num_steps=2,3"])
+    lines = metrics(tmp_path / "evaluated")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert [line["settings"]["num_steps"] for line in lines if "metrics" in line] == [2, 3]
 
 
 class Trainer:

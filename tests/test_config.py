@@ -220,10 +220,6 @@ def test_a_run_is_named_after_the_settings_that_distinguish_it():
     def name(*overrides):
         return checked(overrides).named(overrides).name
 
-    with pytest.raises(UserError, match="--config-name=own sets no name, and would share the folder of other runs; set name th"):
-        checked([]).named([], "own")
-    assert checked(["name=mine"]).named(["name=mine"], "own").name == "mine"
-
     assert name("model=tread", "train.num_steps=9", "train.log_every=3", "output_dir=x", "guidance=cfg") == "digits_tread"
     assert name("train.lr=1e-4", "seed=2", "diffusion=sit") == "digits_tread_lr-0.0001_seed-2_diffusion-sit"
     assert name("train.lr=1e-3") == name("train.lr=0.001") == "digits_tread_lr-0.001"

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 
 import joblib
@@ -51,6 +52,15 @@ def test_the_error_of_a_submitit_sweep_names_the_failed_run_and_the_folder_of_it
     log, other = sorted(tmp_path.glob("runs/.sweeps/*/.submitit/*/*_log.err"), key=lambda file: str(file.parent) not in error)
     assert error.endswith(f" (logs: {log.parent})")
     assert failed.format(-1) in log.read_text() and failed.format(-2) in other.read_text()
+
+
+def test_of_two_runs_that_start_at_the_same_moment_in_one_folder_one_is_refused(tmp_path):
+    keys = [*TINY, "name=one", "output_dir=runs", "train.num_steps=40"]
+    outcomes = [command.finish() for command in [Command(tmp_path, ["train.py", *keys, f"seed={seed}"]) for seed in (0, 1)]]
+    assert sorted(outcome.code for outcome in outcomes) == [0, 1], [outcome.output for outcome in outcomes]
+    (refused,) = (outcome.output for outcome in outcomes if outcome.code == 1)
+    assert re.search("error: (another process (is training in|has trained) runs/one|.* different settings: seed: )", refused)
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "one")] == [*range(1, 41)]
 
 
 def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
