@@ -1,6 +1,18 @@
-"""Roles say which commands compare a train.py key: a resume, init_from, guidance.checkpoint or the report.
+"""Roles say what a run, another run that starts from it, and the report do if the value of a train.py key changes.
 
-A key declares its role in its type, as in `lr: Logged[PositiveFloat]`. A key without a role has the role of its group.
+A key declares its role in its type, as in `lr: Trained[PositiveFloat]`. A key without a role has the role of its group.
+
+    role         another value means                resume     init_state=weights  init_state=all  guidance.checkpoint  report
+    SameLatents  other latents or noise levels      refuses    refuses             refuses         refuses              separates
+    SameClasses  another label table                refuses    accepts             refuses         refuses              separates
+    SameWeights  weights of other shapes            refuses    refuses             refuses         accepts              separates
+    SameState    other state besides the weights    refuses    accepts             refuses         accepts              separates
+    SameRun      another run                        refuses    accepts             accepts         accepts              separates
+    Trained      other weights from this step on    asks       accepts             accepts         accepts              separates
+    Reported     other figures of the same weights  accepts    accepts             accepts         accepts              separates
+    Free         the same weights and figures       accepts    accepts             accepts         accepts              ignores
+
+`asks`: only resume=changed accepts another value. `separates`: runs with different values are different experiments.
 """
 
 from __future__ import annotations
@@ -9,8 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 T = TypeVar("T")
-# `resume`, `init_state=...` and `guidance.checkpoint` refuse a checkpoint with another value. `resume=auto` means that a resume
-# refuses another value, except with resume=changed. `report` means that runs with different values are different experiments.
+# The columns of the table. `resume=auto` stands for `asks`: a resume refuses another value, except with resume=changed.
 Use = Literal["resume", "resume=auto", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"]
 
 
@@ -22,15 +33,13 @@ class Role:
 
 
 SameLatents = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"))]
-SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]  # else a new label table
+SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]
 SameWeights = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "report"))]
-SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]  # must be equal to continue the optimizer
-SameAverages = Annotated[T, Role(("resume", "init_state=all"))]  # must be equal to continue the tracked EMAs
-SameSeed = Annotated[T, Role(("resume",))]  # the report averages over runs with different values
+SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]
 SameRun = Annotated[T, Role(("resume", "report"))]
-Logged = Annotated[T, Role(("resume=auto", "report"))]
-Reported = Annotated[T, Role(("report",))]  # may change on a resume without a message
-Free = Annotated[T, Role(())]  # paths, logging and speed
+Trained = Annotated[T, Role(("resume=auto", "report"))]
+Reported = Annotated[T, Role(("report",))]
+Free = Annotated[T, Role(())]
 
 
 def roles_of(settings: object, group: str = "", role: Role | None = None) -> dict[str, Role]:

@@ -30,15 +30,13 @@ from common.errors import UserError
 from common.files import hash_bytes
 from common.roles import (
     Free,
-    Logged,
     Reported,
-    SameAverages,
     SameClasses,
     SameLatents,
     SameRun,
-    SameSeed,
     SameState,
     SameWeights,
+    Trained,
     Use,
     roles_of,
 )
@@ -230,18 +228,18 @@ class Train(Settings):
     batch_size: SameRun[PositiveInt]
     grad_accum_steps: Free[PositiveInt]
     optimizer: SameState[Literal["adamw", "muon"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
-    lr: Logged[PositiveFloat]
-    warmup_steps: Logged[NonNegativeInt]
-    schedule: Logged[Literal["constant", "cosine", "inverse_sqrt"]]
-    betas: Logged[Annotated[list[Fraction], Field(min_length=2, max_length=2)]]
-    weight_decay: Logged[NonNegativeFloat]
-    grad_clip_norm: Logged[PositiveFloat | None]
-    ema_decay: Logged[Fraction | None]
+    lr: Trained[PositiveFloat]
+    warmup_steps: Trained[NonNegativeInt]
+    schedule: Trained[Literal["constant", "cosine", "inverse_sqrt"]]
+    betas: Trained[Annotated[list[Fraction], Field(min_length=2, max_length=2)]]
+    weight_decay: Trained[NonNegativeFloat]
+    grad_clip_norm: Trained[PositiveFloat | None]
+    ema_decay: Trained[Fraction | None]
     ema_schedule: SameRun[Literal["warmup", "constant"]] = "warmup"
-    ema_lengths: SameAverages[list[EMALength]]
+    ema_lengths: SameState[list[EMALength]]
     ema_snapshot_every: Free[PositiveInt | None]
-    precision: Logged[Precision]
-    tf32: Logged[bool]
+    precision: Trained[Precision]
+    tf32: Trained[bool]
     compile: Free[Compile]
     cuda_graphs: Free[Literal["auto", "none", "step"]] = "auto"
     activation_checkpointing: Free[Literal["none", "blocks"]]
@@ -311,7 +309,7 @@ class TrainConfig(Settings):
     name: Free[FolderName]
     output_dir: Free[Text]
     experiment: Free[dict[str, Any] | None]  # see configs/experiment/bases/row.yaml
-    seed: SameSeed[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
+    seed: SameRun[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
     resume: Free[Literal["auto", "changed", "never"]]
     init_from: SameRun[Text | None]
     init_state: SameRun[Literal["weights", "all"]]

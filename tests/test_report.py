@@ -157,6 +157,13 @@ def test_a_run_that_a_resume_continued_with_another_setting_has_its_own_row(runs
     assert shown == {DIT: "0, 1", TREAD: "1", f"{TREAD}, resumed at step 50000: train.lr: 0.0002 -> 0.0001": "0"}
 
 
+def test_seeds_with_and_without_tracked_averages_are_one_experiment_and_have_the_papers_figure(tmp_path):
+    for seed, more in ((0, []), (1, ["train.ema_lengths=[0.1]"])):
+        make_run(tmp_path, f"experiment={DIT}", f"seed={seed}", *more, name=f"run{seed}", fid={400_000: 40.0})
+    row = rows(results_table, tmp_path)[DIT]
+    assert (row["Seeds"], row["fid"]) == ("0, 1", "40.00 ± 0.00 (paper 43.47, -8%)")
+
+
 def test_metrics_of_different_seeds_have_rows_of_their_own(runs):
     folder = next(runs.glob(f"{DIT}_seed0*"))
     more = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fd_dinov2": 500.0}}

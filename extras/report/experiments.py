@@ -21,6 +21,8 @@ from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
 
 # Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
+# Runs that differ only in these keys repeat one experiment: its seed, and averages that nothing but sampling reads.
+REPEATED = ("seed", "train.ema_lengths")
 
 
 @dataclass(eq=False)
@@ -192,9 +194,9 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
-    """Return the settings that distinguish experiments. These are all keys that affect results, except the seed."""
-    roles = roles_of(cfg)
-    identity = {key: value for key, value in flatten(cfg.model_dump()).items() if "report" in roles[key].compared_by}
+    """Return the settings that distinguish experiments. These are all keys that affect results, except those in REPEATED."""
+    roles, settings = roles_of(cfg), flatten(cfg.model_dump())
+    identity = {key: x for key, x in settings.items() if "report" in roles[key].compared_by and key not in REPEATED}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
