@@ -16,7 +16,6 @@ import contextlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -27,18 +26,22 @@ from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 
 def main(cfg: FidConfig) -> float | None:
     """Evaluate every checkpoint with every combination of the listed settings, or a set of images (each is a point).
 
     Return the lowest value of the first metric, which sweepers minimise.
     """
+    from checkpoints import store
+    from checkpoints.load import load_config
+    from common.images import are_same_colour
+    from evaluations.results import CLAIMS, format_settings
+    from evaluations.suite import metrics_for
     from runtime.compilation import log_compile_mode
     from runtime.machine import start_accelerator
-    from sampling.recipe import retry_if_removed
+    from runtime.processes import check_shared, on_main
+    from sampling.evaluator import open_on_all_processes, open_reference
+    from sampling.points import PointEvaluator
 
     keys = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(keys) != 1:
@@ -47,27 +50,11 @@ def main(cfg: FidConfig) -> float | None:
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
     log_compile_mode("compile", cfg.compile, accelerator.device)
-    return retry_if_removed(accelerator, lambda: evaluate_points(cfg, accelerator, keys[0]))
-
-
-def evaluate_points(cfg: FidConfig, accelerator: Accelerator, key: str) -> float | None:
-    """Evaluate the checkpoints or images that `key` names. Return the lowest value of the first metric.
-
-    Raises CheckpointRemoved (see `retry_if_removed`).
-    """
-    from checkpoints import store
-    from checkpoints.load import load_config
-    from common.images import are_same_colour
-    from evaluations.results import CLAIMS, format_settings
-    from evaluations.suite import metrics_for
-    from runtime.processes import check_shared, on_main
-    from sampling.evaluator import open_on_all_processes, open_reference
-    from sampling.points import PointEvaluator
 
     # Only the main process looks for checkpoints, because others could find different ones while a run is still training.
     folders = on_main(lambda: resolve_checkpoints(cfg))
     for folder in folders:
-        check_shared(folder / store.MANIFEST, key)
+        check_shared(folder / store.MANIFEST, keys[0])
     runs = {folder: load_config(folder) for folder in folders}
     images = None
     if cfg.images:

@@ -43,8 +43,6 @@ from configs.schema import Data, ImageSettings, SampleConfig, differences
 from configs.settings import nearest, read_stored
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from sampling.recipe import Recipe
     from sampling.sampler import ImageSampler
 
@@ -55,23 +53,17 @@ _IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 
 
 def main(cfg: SampleConfig) -> None:
-    from runtime.compilation import log_compile_mode
-    from runtime.machine import start_accelerator
-    from sampling.recipe import retry_if_removed
-
-    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
-    log_compile_mode("compile", cfg.compile, accelerator.device)
-    retry_if_removed(accelerator, lambda: sample_images(cfg, accelerator))
-
-
-def sample_images(cfg: SampleConfig, accelerator: Accelerator) -> None:
-    """Find the checkpoint, sample the missing images and write the grid. Raises CheckpointRemoved (see `retry_if_removed`)."""
+    """Find the checkpoint, sample the missing images and write the grid."""
     from checkpoints import store
     from checkpoints.load import load_config
     from checkpoints.resume import resolve_checkpoint_on_main
+    from runtime.compilation import log_compile_mode
+    from runtime.machine import start_accelerator
     from runtime.processes import check_shared, on_main, wait_for_all
     from sampling.recipe import Recipe
 
+    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
+    log_compile_mode("compile", cfg.compile, accelerator.device)
     reads = store.files_for_sampling([cfg.weights], cfg.ema_length is not None)
     checkpoint = resolve_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,21 +68,6 @@ class Checkpoint:
         moments = (value for state in self.optimizer.get("state", {}).values() for value in state.values())
         tensors = [*self.model.values(), *self.ema.values(), *(self.projector or {}).values(), *(self.tracked_ema or {}).values()]
         return sum(x.nbytes for x in (*tensors, *moments) if isinstance(x, Tensor))
-
-
-class CheckpointRemoved(UserError):
-    """A checkpoint was removed while a command read it, because a running trainer keeps only `checkpoint.keep_last` of them."""
-
-
-@contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Raise CheckpointRemoved instead of another UserError if the checkpoint folder does not exist at the end of the block."""
-    try:
-        yield
-    except UserError as e:
-        if folder.exists():
-            raise
-        raise CheckpointRemoved(f"{folder} was removed while it was read (training keeps checkpoint.keep_last of them)") from e
 
 
 def folder_name(step: int) -> str:
@@ -176,6 +161,12 @@ def files_for_sampling(weights: Iterable[str], with_tracked_ema: bool = False) -
     return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * with_tracked_ema
 
 
+def refuse_removed(folder: Path) -> None:
+    """Raise UserError if a checkpoint is gone that was there before: a running trainer keeps only `checkpoint.keep_last`."""
+    if not folder.exists():
+        raise UserError(f"{folder} was removed while it was read; run the same command again")
+
+
 def verify(folder: Path, reads: Collection[str] | None = None) -> None:
     """Check a checkpoint's files against the manifest, and the folder name against the stored step.
 
@@ -202,7 +193,7 @@ def verify(folder: Path, reads: Collection[str] | None = None) -> None:
 
 
 def _read_state(folder: Path) -> dict:
-    with reading(folder), as_user_error(folder / "state.json"):
+    with as_user_error(folder / "state.json"):
         state = read_json(folder / "state.json")
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no whole number as step")
@@ -229,30 +220,22 @@ def find_run(folder: Path) -> Path | None:
     return parent.parent if parent.name == "checkpoints" else None
 
 
-_hashes: dict[Path, str] = {}  # hashes of the checkpoints that this process has read
-
-
 def hash_checkpoint(folder: Path) -> str:
-    """Compute the hash of a checkpoint from its manifest, which contains the hashes of all files.
-
-    If a trainer has removed a checkpoint that this process had read, return the earlier hash, because its network may still be
-    loaded. Raises CheckpointRemoved for any other missing checkpoint.
-    """
-    if folder not in _hashes or folder.exists():
-        with reading(folder), as_user_error(file := folder / MANIFEST):
-            _hashes[folder] = hash_bytes(regular_file(file).read_bytes())[:16]
-    return _hashes[folder]
+    """Compute the hash of a verified checkpoint from its manifest, which contains the hashes of all files."""
+    refuse_removed(folder)
+    with as_user_error(file := folder / MANIFEST):
+        return hash_bytes(regular_file(file).read_bytes())[:16]
 
 
 def read_config(folder: Path) -> dict:
     """Return the resolved training configuration that a checkpoint or a run stores."""
-    with reading(folder):
-        return read_yaml(folder / "config.yaml")
+    return read_yaml(folder / "config.yaml")
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
-    """Memory-map the `ema` or `raw` weights from their file. Callers must not modify the tensors."""
-    with reading(folder), as_user_error(file := folder / WEIGHTS[weights]):
+    """Memory-map the `ema` or `raw` weights of a verified checkpoint. Callers must not modify the tensors."""
+    refuse_removed(folder)
+    with as_user_error(file := folder / WEIGHTS[weights]):
         return load_file(regular_file(file))
 
 
@@ -296,15 +279,15 @@ def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
     intact, problems = [], []
     for path in list_steps(root).values():
         try:
-            with reading(path):
-                verify(path, reads)
+            verify(path, reads)
             intact.append(path)
-        except CheckpointRemoved as e:
-            log.warning("%s; it is left out", e)
         except UserError as e:
-            if isinstance(e.__cause__, OSError):
+            if not path.exists():
+                log.warning("%s was removed while it was read; it is left out", path)
+            elif isinstance(e.__cause__, OSError):
                 raise
-            problems.append(e)
+            else:
+                problems.append(e)
     if problems and not intact:
         raise problems[0]
     for problem in problems:
@@ -321,16 +304,16 @@ def verify_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Pat
     problems: dict[Path, str] = {}
     while left := [path for path in list_steps(root).values() if path not in problems]:
         try:
-            with reading(left[-1]):
-                verify(left[-1], reads)
-                warn_of_renamed(root, read_step(left[-1]))
+            verify(left[-1], reads)
+            warn_of_renamed(root, read_step(left[-1]))
             return left[-1], problems
-        except CheckpointRemoved as e:
-            log.warning("%s; looking for the next newest", e)
         except UserError as e:
-            if isinstance(e.__cause__, OSError):
+            if not left[-1].exists():
+                log.warning("%s was removed while it was read; looking for the next newest", left[-1])
+            elif isinstance(e.__cause__, OSError):
                 raise
-            problems[left[-1]] = str(e)
+            else:
+                problems[left[-1]] = str(e)
     warn_of_renamed(root, -1)
     return None, problems
 
@@ -355,7 +338,11 @@ def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = N
     if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / MANIFEST).exists():
-        verify(folder, reads)
+        try:
+            verify(folder, reads)
+        except UserError:
+            refuse_removed(folder)
+            raise
         return folder
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"

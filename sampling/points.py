@@ -73,7 +73,7 @@ class PointEvaluator:
                 recipe = Recipe.for_checkpoint(folder, choice, load_config(folder).eval.precision)
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                is_unreadable = isinstance(e, store.CheckpointRemoved) or isinstance(e.__cause__, OSError)
+                is_unreadable = isinstance(e.__cause__, OSError) or not folder.exists()
                 if self.cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(self.folders):
                     raise
                 continue
@@ -92,8 +92,6 @@ class PointEvaluator:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        for folder in self.folders:  # fail early, because loading the detectors takes minutes
-            autoencoders.find_weights(self.cfg.autoencoder or load_config(folder).data.autoencoder)
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
         # Store reference features next to the run folders, because several runs often use the same reference.
         run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])
@@ -116,14 +114,15 @@ class PointEvaluator:
     def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
         """Evaluate the points that have no stored results yet. Return the results of all points.
 
-        Skip points whose checkpoint a running trainer has removed. Raises CheckpointRemoved instead if there are several
-        processes, or if the only checkpoint was removed before the first result.
+        With several checkpoints, skip the points of those that a running trainer has removed meanwhile.
         """
         results = self.results(num_samples)
         missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
         log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
         if num_samples < 2 * NUM_GROUPS:
             log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
+        for autoencoder in dict.fromkeys(recipe.autoencoder for i in missing if (recipe := points[i][1])):
+            autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
         finished = []
 
         def raise_errors(futures: Iterable[Future]) -> None:
@@ -137,8 +136,11 @@ class PointEvaluator:
                 results.release(point)
             log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
-        def claim(point: Point) -> str:
+        def claim(point: Point, recipe: Recipe | None) -> str:
             raise_errors(future for future in finished if future.done())
+            if recipe and len(self.folders) > 1 and not recipe.checkpoint.exists():
+                log.warning("%s was removed meanwhile; this point is left out", recipe.checkpoint)
+                return "removed"
             return results.claim(point)
 
         def evaluate_free(pending: list[int], thread: ThreadPoolExecutor) -> list[int]:
@@ -146,20 +148,12 @@ class PointEvaluator:
             in_use = []
             for i in pending:
                 point, recipe = points[i]
-                if (state := on_main(partial(claim, point))) == "in use":
+                if (state := on_main(partial(claim, point, recipe))) == "in use":
                     in_use.append(i)
                 if state != "ours":
                     continue
                 name = f"point {missing.index(i) + 1} of {len(missing)}"
-                try:
-                    features, labels, cost = self.features(recipe, num_samples, name)
-                except store.CheckpointRemoved as e:
-                    # Before the first point, `retry_if_removed` can still choose another checkpoint without repeating work.
-                    if (len(self.folders) == 1 and not finished) or self.accelerator.num_processes > 1:
-                        raise
-                    log.warning("%s; it is left out", e)
-                    on_main(partial(results.release, point))
-                    continue
+                features, labels, cost = self.features(recipe, num_samples, name)
                 metrics = on_main(partial(self.evaluator.evaluate, features, labels))
                 if self.accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, features, labels, metrics, cost))

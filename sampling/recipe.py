@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 import guidance
@@ -25,9 +23,6 @@ from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
 from runtime.processes import on_main
 from sampling.sampler import ImageSampler
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -216,21 +211,6 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
-
-
-def retry_if_removed(accelerator: Accelerator, command: Callable[[], T]) -> T:
-    """Call `command`, and call it again if a running trainer removed the checkpoint that `command` had found, but not yet loaded.
-
-    Several processes cannot start again together, so they raise UserError.
-    """
-    while True:
-        try:
-            return command()
-        except store.CheckpointRemoved as e:
-            if accelerator.num_processes > 1:
-                raise UserError(f"{e}; run the same command again") from e
-            log.warning("%s; looking for the next newest", e)
-            resolve_weak_checkpoint.cache_clear()
 
 
 @lru_cache(maxsize=100)

@@ -361,37 +361,51 @@ def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
         assert not (tmp_path / "new").exists()
 
 
-def test_a_checkpoint_that_training_removes_is_replaced_by_the_next_newest(edm, fid, tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_command_for_it_alone(
+    edm, fid, tmp_path, monkeypatch, caplog
+):
     run = shutil.copytree(edm, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
-    newest, load_weights = run / "checkpoints" / "step_0000004", store.load_weights
+    newest, load_weights, removes = run / "checkpoints" / "step_0000004", store.load_weights, ["ema", "raw"]
+
+    def restore():
+        shutil.copytree(edm / "checkpoints" / "step_0000004", newest, dirs_exist_ok=True)
+        load._load_network.cache_clear()
 
     def removed_meanwhile(folder, weights):
-        shutil.rmtree(newest, ignore_errors=True)
+        if weights in removes:
+            shutil.rmtree(newest, ignore_errors=True)
         return load_weights(folder, weights)
 
-    load._load_network.cache_clear()
+    restore()
     monkeypatch.setattr(store, "load_weights", removed_meanwhile)
-    (line,) = fid("newest", f"checkpoint={run}", "num_samples=4")
-    assert line["shown"]["step"] == 2 and f"{newest} was removed while it was read" in caplog.text
-
-    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
-    load._load_network.cache_clear()
     lines = fid("all", f"checkpoints={run}", "num_samples=4", "weights=[ema,raw]")
     assert [line["shown"]["step"] for line in lines] == [2, 2] and (tmp_path / "all" / "results.png").exists()
+    assert caplog.messages.count(f"{newest} was removed meanwhile; this point is left out") == 2
 
-    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
-    load._load_network.cache_clear()
-    run_sample(f"checkpoint={run}", "seeds=0-1", "num_steps=2", "cpu_threads=1")
+    words = "^[^ ]*step_0000004 was removed while it was read; run the same command again$"
+    seeds = [f"checkpoint={run}", "seeds=0-1", "num_steps=2", "cpu_threads=1"]
+    restore()
+    with pytest.raises(UserError, match=words):
+        fid("newest", f"checkpoint={run}", "num_samples=4")
+    (line,) = fid("newest", f"checkpoint={run}", "num_samples=4")
+    assert line["shown"]["step"] == 2
+    restore()
+    with pytest.raises(UserError, match=words):
+        run_sample(*seeds)
+    run_sample(*seeds)
     assert [folder.name[:12] for folder in (run / "generated").iterdir()] == ["step_0000002"]
     with pytest.raises(UserError, match="checkpoint: .*step_0000004 is not the folder of a run or of a complete checkpoint"):
         fid("gone", f"checkpoint={newest}")
 
-    shutil.copytree(edm / "checkpoints" / "step_0000004", newest)
-    load._load_network.cache_clear()
-    monkeypatch.setattr(store, "load_weights", lambda *what: (removed_meanwhile if what[1] == "raw" else load_weights)(*what))
-    lines = fid("sweep", f"checkpoint={run}", "num_samples=4", "weights=[ema,raw]", "guidance=cfg", "cfg_scale=[1.0,1.5]")
-    scores = [(line["shown"]["step"], line["shown"]["weights"]) for line in lines]
-    assert scores == [(4, "ema"), (4, "ema")]  # finished points are not repeated with another checkpoint
+    restore()
+    removes.remove("ema")
+    sweep = [f"checkpoint={run}", "num_samples=4", "weights=[ema,raw]", "guidance=cfg", "cfg_scale=[1.0,1.5]"]
+    with pytest.raises(UserError, match=words):
+        fid("sweep", *sweep)
+    restore()
+    removes.clear()
+    lines = fid("sweep", *sweep)  # finished points are kept
+    assert [(line["shown"]["step"], line["shown"]["weights"]) for line in lines] == 2 * [(4, "ema")] + 2 * [(4, "raw")]
 
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
