@@ -21,7 +21,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.files import REPOSITORY, missing_folders, refuse_link, remove_empty
+from common.files import REPOSITORY
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
@@ -35,7 +35,7 @@ def main(cfg: FidConfig) -> float | None:
     from checkpoints import store
     from checkpoints.load import load_config
     from common.images import are_same_colour
-    from evaluations.results import CLAIMS, format_settings
+    from evaluations.results import format_settings, write_all
     from evaluations.suite import metrics_for
     from runtime.compilation import log_compile_mode
     from runtime.machine import start_accelerator
@@ -88,27 +88,22 @@ def main(cfg: FidConfig) -> float | None:
     reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
 
     # Evaluate the points, and write the results.
-    homes = {} if cfg.output else {str(folder): results_folder(folder) for folder in folders}
-    default = refuse_link(homes[str(folders[0])]) if homes else None
-    output = Path(cfg.output) if cfg.output else default or folder_for_images(cfg.images)
-    if images and images.path.resolve() in (output.resolve(), *output.resolve().parents):  # results.png would become an image
+    outputs = {folder: results_folder(folder) for folder in folders} or {None: folder_for_images(cfg.images)}
+    if cfg.output:
+        given = Path(cfg.output)
+        outputs = dict.fromkeys(outputs, given.resolve() if given.is_symlink() else given)
+    if images and images.path.resolve() in ((output := outputs[None]).resolve(), *output.resolve().parents):
+        # Otherwise, results.png would become an image.
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, output, homes)
-    points = evaluator.points()
-    created = on_main(lambda: [(path, missing_folders(path)) for path in {output, *homes.values()}])
-    try:
-        results, metric = evaluator.evaluate(points, num_samples), metrics_for(detectors[0])[0].name
+    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, outputs)
+    evaluated, metric = evaluator.evaluate(evaluator.points(), num_samples), metrics_for(detectors[0])[0].name
 
-        def write() -> float | None:
-            sys.stdout.write(results.write([point for point, _ in points], metric))
-            evaluated = [line["metrics"] for point, _ in points if (line := results.find(point))]  # removed checkpoints have none
-            return min((metrics[metric] for metrics in evaluated if metric in metrics), default=None)
+    def write() -> float | None:
+        table, lines = write_all(evaluated, metric)
+        sys.stdout.write(table)
+        return min((line["metrics"][metric] for line in lines if metric in line["metrics"]), default=None)
 
-        return on_main(write)
-    finally:  # if no point was evaluated
-        for path, missing in created:
-            if missing and accelerator.is_main_process:
-                remove_empty(path / CLAIMS, *missing)
+    return on_main(write)
 
 
 def keys_of_sampling(cfg: FidConfig) -> list[str]:

@@ -19,10 +19,6 @@ class Diverged(UserError):
     """The loss or the weights of a run are no longer finite, or the loss is too large."""
 
 
-class InUse(UserError):
-    """Another process holds the lock of a file."""
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]

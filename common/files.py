@@ -21,7 +21,7 @@ import yaml
 from filelock import lock_descriptor
 from omegaconf import OmegaConf
 
-from common.errors import InUse, UserError, as_user_error, first_line
+from common.errors import UserError, as_user_error, first_line
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
         blocking: Wait until the file is unlocked.
 
     Raises:
-        InUse: Another process holds the lock.
-        UserError: The folder is not writable.
+        UserError: Another process holds the lock, or the folder is not writable.
     """
     folder = path.parent
     try:
@@ -146,7 +145,7 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
         with file:
             file.seek(1)
             holder = file.read().decode(errors="replace").strip()
-            raise InUse(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
+            raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
     with contextlib.suppress(OSError):  # if the disk is full, the lock works without this text
         file.truncate(0)
         file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading byte 0

@@ -9,18 +9,19 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from common.errors import InUse, UserError
+from common.errors import UserError
 from common.files import (
     append_line,
-    hash_bytes,
+    describe_write_error,
     is_leftover,
     lock_file,
     read_lines,
@@ -43,7 +44,7 @@ HASHES = ("reference_hash", "content", "autoencoder_hash", "detector_weights", "
 
 log = logging.getLogger(__name__)
 
-CLAIMS = ".evaluating"  # folder with a locked file for each point that a process evaluates, and one for writing the results
+LOCK_FOLDER = ".evaluating"  # folder with the file that a process locks while it writes results
 
 
 @dataclass(frozen=True)
@@ -74,69 +75,61 @@ class ResultLine(BaseModel, strict=True):
 class Results:
     """Evaluated points in a folder's results.jsonl. Two points are equal if their keys and shared settings are equal.
 
-    Several processes can evaluate into one folder, and share the points: each claims a point before it evaluates it. Lines that
+    Several commands can evaluate into one folder. If two of them evaluate the same point, the first result is kept. Lines that
     are not results are skipped with a warning.
 
     Args:
-        folder: Folder of the tables, which contain every point.
+        folder: Folder of results.jsonl, the tables and the plot, which contain every point. It must not be a link.
         shared: Settings that all points share, such as the number of samples, the detector and the reference.
         shared_display: These settings as displayed in tables, which results.jsonl stores as `about`. Tables omit the
             reference's `quick_fingerprint` in `reference_hash`, unless lines differ in nothing else.
-        homes: For each checkpoint, the results folder of its run. If it is another one, the point is stored there, too, so that
-            a later command for this run finds it. If this fails, a warning names the folder, and `folder` alone is used.
+        is_optional: If the folder cannot be written, only log a warning, and keep new results in memory. Without this setting,
+            a folder that cannot be written raises UserError here, before the evaluations, which take long.
     """
 
-    def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None, homes: Mapping[str, Path] | None = None):
-        self.folder, self.file = folder, refuse_link(folder / "results.jsonl")  # before the evaluations, which take long
+    def __init__(self, folder: Path, shared: dict, shared_display: dict | None = None, is_optional: bool = False):
+        self.folder, self.file = folder, folder / "results.jsonl"
         self.shared, self.shared_display = shared, shared_display or {}
-        unowned = [name for name in ("results.md", "results.csv", "results.png") if (folder / name).exists()]
-        if unowned and not self.file.exists():
-            raise UserError(f"{folder / unowned[0]} was not written by fid.py; choose another output=")
-        self.lines: list[dict] = []
-        self._size = 0  # of the file when it was read last
-        self._claims: dict[Path, IO[bytes]] = {}
-        self._homes = homes or {}
-        self._others: dict[Path, Results] = {}
-        for home in {*self._homes.values()} - {folder}:
-            with self._without_if_unusable(home):
-                self._others[home] = Results(refuse_link(home), shared, shared_display)
-        self._read()
+        self._is_optional, self._is_writable = is_optional, True
+        self._stored: tuple[int, list[dict]] = (0, [])  # the size of results.jsonl when it was read last, and its lines
+        self._unstored: list[dict] = []  # results that could not be written
+        self._try(self._check)
 
-    @contextlib.contextmanager
-    def _without_if_unusable(self, home: Path) -> Iterator[None]:
-        """If the block raises UserError, log it, and use the folder of another run no longer."""
+    def _try(self, action: Callable[[], object]) -> None:
+        """Call `action`, which writes into the folder. If the folder is optional, the first UserError ends all writing."""
         try:
-            yield
+            if self._is_writable:
+                action()
         except UserError as e:
-            self._others.pop(home, None)
-            log.warning("%s; results of this run are stored only in %s", e, self.folder)
+            if not self._is_optional:
+                raise
+            self._is_writable = False
+            log.warning("%s; the results of this run are printed, but not stored", e)
 
-    def home(self, point: Point) -> Results:
-        """Return the results of the point's own run, which are `self` unless its run has another folder."""
-        return self._others.get(self._homes.get(point.settings.get("checkpoint")), self)
+    def _check(self) -> None:
+        refuse_link(self.folder), refuse_link(self.file)
+        unowned = [name for name in ("results.md", "results.csv", "results.png") if (self.folder / name).exists()]
+        if unowned and not self.file.exists():
+            raise UserError(f"{self.folder / unowned[0]} was not written by fid.py; choose another output=")
+        try:  # only a result creates the folder
+            TemporaryFile(dir=next(path for path in (self.folder, *self.folder.parents) if path.exists())).close()
+        except OSError as e:
+            raise UserError(f"cannot write to {self.folder}: {describe_write_error(self.folder, e)}") from e
 
-    def _places(self, point: Point) -> list[Results]:
-        """Return the results that store the point: `self`, and those of its own run."""
-        return [*dict.fromkeys((self, self.home(point)))]
-
-    def _read(self) -> None:
-        """Read the lines again if the file has changed."""
+    @property
+    def lines(self) -> list[dict]:
+        """All results, also those that other processes have stored by now."""
         size = 0
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
             size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
-        if size != self._size:
-            level = logging.DEBUG if self._size else logging.WARNING  # warn once about lines that are not results
-            self.lines, self._size = list(read_lines(self.file, partial(validate, kind=ResultLine), level)), size
-
-    def _key(self, point: Point) -> dict:
-        return without_defaults(json.loads(json.dumps(point.key | self.shared)))
+        if size != self._stored[0]:
+            level = logging.DEBUG if self._stored[0] else logging.WARNING  # warn once about lines that are not results
+            self._stored = size, list(read_lines(self.file, partial(validate, kind=ResultLine), level))
+        return self._stored[1] + self._unstored
 
     def find(self, point: Point) -> dict | None:
         """Return the point's JSON object from results.jsonl, or None if the point has not been evaluated yet."""
-        return next((line for results in self._places(point) if (line := results._find(point))), None)
-
-    def _find(self, point: Point) -> dict | None:
-        key = self._key(point)
+        key = without_defaults(json.loads(json.dumps(point.key | self.shared)))
         older = {name: value for name, value in key.items() if name != "autoencoder_hash"}  # earlier versions do not store it
 
         def is_same(settings: dict) -> bool:
@@ -144,39 +137,11 @@ class Results:
 
         return next((line for line in self.lines if is_same(without_defaults(without_paths(line["point"])))), None)
 
-    def claim(self, point: Point) -> Literal["ours", "in use", "done"]:
-        """Claim a point for this process until `release`.
-
-        Return `in use` if another process has claimed it, and `done` if it has a result by now.
-        """
-        for home in self._places(point)[1:]:
-            with self._without_if_unusable(home.folder):
-                return self._claim(point)
-        return self._claim(point)
-
-    def _claim(self, point: Point) -> Literal["ours", "in use", "done"]:
-        file = self._claim_file(point)
-        try:
-            claim = lock_file(file, "evaluating into", "output")
-        except InUse:
-            return "in use"
-        self._claims[file] = claim
-        for results in self._places(point):
-            results._read()
-        if self.find(point):
-            self.release(point)
-            return "done"
-        return "ours"
-
-    def release(self, *points: Point) -> None:
-        """Release these points, or all that this process has claimed."""
-        for file in [self._claim_file(point) for point in points] or [*self._claims]:
-            if claim := self._claims.pop(file, None):
-                with contextlib.suppress(OSError), claim:
-                    file.unlink()  # while it is locked: a process that waits for it will look for the result
-
-    def _claim_file(self, point: Point) -> Path:
-        return refuse_link(self.home(point).folder / CLAIMS) / hash_bytes(json.dumps(self._key(point), sort_keys=True).encode())
+    def in_order(self, points: Sequence[Point]) -> list[dict]:
+        """Return all results in the order of the file, but those of `points` among themselves in the order of `points`."""
+        own = [line for point in points if (line := self.find(point))]
+        ordered = iter(own)
+        return [next(ordered, line) if line in own else line for line in self.lines]
 
     def _lock(self) -> IO[bytes]:
         """Wait until no other process writes results into the folder, and keep others from it until the file is closed.
@@ -184,7 +149,7 @@ class Results:
         This is not the folder's .lock, which a trainer or sample.py may hold for long.
         """
         with log_if_slow(log, "waiting for another process that is writing to %s", self.folder):
-            lock = lock_file(refuse_link(self.folder / CLAIMS) / ".lock", "writing to", "output", blocking=True)
+            lock = lock_file(refuse_link(self.folder / LOCK_FOLDER) / ".lock", "writing to", "output", blocking=True)
         for path in self.folder.glob(".tmp_*_results.*"):  # of a process that was killed
             if is_leftover(path.name):
                 with contextlib.suppress(OSError):
@@ -192,88 +157,47 @@ class Results:
         return lock
 
     def add(self, point: Point, metrics: dict[str, float], jackknife: dict[str, list[float]], cost: dict[str, float]) -> None:
-        """Append an evaluated point. `jackknife` lists each metric without sample group i, and `cost` is the cost per image."""
+        """Append an evaluated point, unless another process has done so by now.
+
+        `jackknife` lists each metric without sample group i, and `cost` is the cost per image.
+        """
         settings = point.settings | self.shared | {"content": point.hash}
         values = {"metrics": metrics, "jackknife": jackknife, "cost": cost}
         line = {"point": settings, "shown": point.display, "about": self.shared_display, **values}
-        self._append(point, line)
-        for home in self._places(point)[1:]:
-            with self._without_if_unusable(home.folder):
-                home._append(point, line)
 
-    def _append(self, point: Point, line: dict) -> None:
-        """Append the line of a point, unless another process has done so by now."""
-        with self._lock():
-            self._read()
-            if not self._find(point):
-                append_line(self.file, line)
-                self._read()
+        def append() -> None:
+            with self._lock():
+                if not self.find(point):
+                    append_line(self.file, line)
+
+        self._try(append)
+        if not self.find(point):
+            self._unstored.append(line)
 
     def write(self, points: Sequence[Point], plotted: str) -> str:
-        """Write all points in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
-
-        The tables contain what other processes have evaluated by now. The folders of other runs get their own tables and plots.
+        """Write all results in the folder to results.csv and results.md. If several of `points` have results, plot them, too.
 
         Args:
             plotted: Metric to plot. Among points with equal shared settings, the tables mark the lowest value with `*`, and
                 values that do not differ significantly from the lowest value with `~`.
 
         Returns:
-            Text table for a terminal, with the metrics and the settings that differ between rows.
+            Text table for a terminal (see `terminal_table`).
         """
-        for home in [*self._others.values()]:
-            own = [point for point in points if self.home(point) is home]
-            with self._without_if_unusable(home.folder):
-                for point, results in itertools.product(own, (self, home)):
-                    if (line := self.find(point)) and not results._find(point):  # an earlier command stored it in one place only
-                        results._append(point, line)
-                if home.lines:
-                    home.write(own, plotted)
+        self._try(lambda: self._write_files(points, plotted))
+        return terminal_table(self.in_order(points), self.shared, plotted)
+
+    def _write_files(self, points: Sequence[Point], plotted: str) -> None:
         with self._lock():
-            self._read()
-            return self._write(points, plotted)
-
-    def _write(self, points: Sequence[Point], plotted: str) -> str:
-        if not self.lines:  # a later command would not know whose the files are
-            return ""
-        rows, cells = zip(*(self._row(line, plotted) for line in self.lines))
-        self._distinguish(cells)
-        write_atomically(self.folder / "results.csv", csv_text(rows))
-        columns = {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
-        table = markdown_table(list(columns), list(zip(*columns.values())))
-        if any(row["best"] for row in rows):
-            table += f"\n`*`: the lowest {plotted} at equal shared settings; `~`: not significantly above the lowest (95%)\n"
-        write_atomically(self.folder / "results.md", table)
-        self._plot(points, plotted)
-        # In the terminal, leave out settings that are the same in all rows.
-        metrics = {name for line in self.lines for name in line["metrics"]}
-        printed = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
-        padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
-        return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
-
-    def _distinguish(self, cells: Sequence[dict[str, str]]) -> None:
-        """Add the start of a hash to the cells of lines that differ in it, but in no other setting that the tables display."""
-        alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, cells) of the lines with the same displayed settings
-        for line, own in zip(self.lines, cells):
-            alike.setdefault(json.dumps(displayed_settings(line), sort_keys=True), []).append((hashes_of(line), own))
-        for lines, name in itertools.product(alike.values(), HASHES):
-            if len({hashes[name] for hashes, _ in lines}) > 1:
-                for hashes, own in lines:
-                    own[name] = (hashes[name] or "")[:8]
-
-    def _row(self, line: dict, plotted: str) -> tuple[dict[str, object], dict[str, str]]:
-        """Return a line's values with their standard errors for results.csv, and the texts of its cells for the other tables."""
-
-        def shared(line: dict) -> list:
-            return [line["point"].get(key, DEFAULTS.get(key)) for key in self.shared]
-
-        comparable = [other for other in self.lines if plotted in other["metrics"] and shared(other) == shared(line)]
-        best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
-        mark = "" if len(comparable) < 2 else "*" if line is best else "~" if differ(line, best, plotted) is False else ""
-        errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-        row = displayed_settings(line) | {"best": mark} | line["metrics"] | line["cost"]
-        cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
-        return row | {f"{name}_error": error for name, error in errors.items()} | hashes_of(line), cells
+            if not (lines := self.in_order(points)):  # a later command would not know whose the files are
+                return
+            rows, columns = make_tables(lines, self.shared, plotted)
+            write_atomically(self.folder / "results.csv", csv_text(rows))
+            table = markdown_table(list(columns), list(zip(*columns.values())))
+            if any(row["best"] for row in rows):
+                table += f"\n`*`: the lowest {plotted} at equal shared settings; `~`: not significantly above the lowest (95%)\n"
+            write_atomically(self.folder / "results.md", table)
+            self._plot(points, plotted)
 
     def _plot(self, points: Sequence[Point], plotted: str) -> None:
         """Write results.png if several of the points have the metric."""
@@ -284,6 +208,65 @@ class Results:
             errors = [standard_error(line["jackknife"].get(plotted) or [0.0]) for line in lines]
             label = f"{plotted} of {self.shared['num_samples']:,} samples"
             write_atomically(self.folder / "results.png", plot(displays, values, errors, label))
+
+
+def write_all(points: Sequence[tuple[Point, Results]], plotted: str) -> tuple[str, list[dict]]:
+    """Write the files in the folder of each point. Return a text table for a terminal, and the results of the points.
+
+    The table contains all results of a single folder, or only these points if they are in several folders.
+    """
+    texts = [
+        results.write([point for point, other in points if other is results], plotted)
+        for results in dict.fromkeys(results for _, results in points)
+    ]
+    found = [line for point, results in points if (line := results.find(point))]
+    return texts[0] if len(texts) == 1 else terminal_table(found, points[0][1].shared, plotted), found
+
+
+def make_tables(
+    lines: Sequence[dict], shared: Iterable[str], plotted: str
+) -> tuple[tuple[dict[str, object], ...], dict[str, list[str]]]:
+    """Return the rows of results.csv, and the columns of the other tables as texts."""
+    rows, cells = zip(*(_row(line, lines, shared, plotted) for line in lines))
+    _distinguish(lines, cells)
+    return rows, {name: [row.get(name, "") for row in cells] for name in dict.fromkeys(name for row in cells for name in row)}
+
+
+def terminal_table(lines: Sequence[dict], shared: Iterable[str], plotted: str) -> str:
+    """Return a text table with the metrics and the settings that differ between rows, or nothing if there are no results."""
+    if not lines:
+        return ""
+    _, columns = make_tables(lines, shared, plotted)
+    metrics = {name for line in lines for name in line["metrics"]}
+    printed = [[name, *column] for name, column in columns.items() if name in metrics or len(set(column)) > 1]
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
+    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
+
+
+def _distinguish(lines: Sequence[dict], cells: Sequence[dict[str, str]]) -> None:
+    """Add the start of a hash to the cells of lines that differ in it, but in no other setting that the tables display."""
+    alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, cells) of the lines with the same displayed settings
+    for line, own in zip(lines, cells):
+        alike.setdefault(json.dumps(displayed_settings(line), sort_keys=True), []).append((hashes_of(line), own))
+    for group, name in itertools.product(alike.values(), HASHES):
+        if len({hashes[name] for hashes, _ in group}) > 1:
+            for hashes, own in group:
+                own[name] = (hashes[name] or "")[:8]
+
+
+def _row(line: dict, lines: Sequence[dict], shared: Iterable[str], plotted: str) -> tuple[dict[str, object], dict[str, str]]:
+    """Return a line's values with their standard errors for results.csv, and the texts of its cells for the other tables."""
+
+    def settings(line: dict) -> list:
+        return [line["point"].get(key, DEFAULTS.get(key)) for key in shared]
+
+    comparable = [other for other in lines if plotted in other["metrics"] and settings(other) == settings(line)]
+    best = min(comparable, key=lambda other: other["metrics"][plotted], default=line)
+    mark = "" if len(comparable) < 2 else "*" if line is best else "~" if differ(line, best, plotted) is False else ""
+    errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
+    row = displayed_settings(line) | {"best": mark} | line["metrics"] | line["cost"]
+    cells = {name: _format(name, value, errors.get(name)) for name, value in row.items() if value is not None}
+    return row | {f"{name}_error": error for name, error in errors.items()} | hashes_of(line), cells
 
 
 def displayed_settings(line: dict) -> dict:

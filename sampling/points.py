@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import time
-from collections.abc import Iterable, Sequence
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from evaluations.images import ImageSet
 from evaluations.results import Point, Results, format_settings
 from evaluations.suite import format_metrics
 from latents import autoencoders
-from runtime.processes import on_main
+from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator, build_detectors, hash_weights
 from sampling.recipe import Recipe
 from sampling.sampler import draw_labels
@@ -31,7 +31,6 @@ from sampling.sampler import draw_labels
 log = logging.getLogger(__name__)
 
 NUM_GROUPS = 10  # groups of samples for the jackknife
-WAIT_SEC = 1  # between two attempts to claim a point that another process evaluates
 
 
 @dataclass
@@ -42,8 +41,7 @@ class PointEvaluator:
         cfg: Settings of the fid.py command, with unset evaluation settings filled in from the run.
         folders: Verified checkpoint folders, or [] to evaluate images on disk.
         images: Images on disk to evaluate instead of checkpoints, or None.
-        output: Folder for the results.
-        homes: For each checkpoint folder, as text, the results folder of its run, which also stores its results.
+        outputs: For each checkpoint folder, or None for images on disk, the folder for its results.
     """
 
     cfg: FidConfig
@@ -51,8 +49,7 @@ class PointEvaluator:
     folders: list[Path]
     images: ImageSet | None
     reference: ImageSet
-    output: Path
-    homes: dict[str, Path] = field(default_factory=dict)
+    outputs: Mapping[Path | None, Path]
 
     def points(self) -> list[tuple[Point, Recipe | None]]:
         """Build a point and a recipe for every checkpoint and combination of listed values. Images on disk have no recipe.
@@ -95,82 +92,67 @@ class PointEvaluator:
         detectors = build_detectors(self.cfg.evaluation, self.accelerator)
         # Store reference features next to the run folders, because several runs often use the same reference.
         run = None if self.cfg.output or not self.folders else store.find_run(self.folders[0])
-        cache = (run.parent if run else self.output) / "reference_features"
+        cache = (run.parent if run else next(iter(self.outputs.values()))) / "reference_features"
         return Evaluator(self.accelerator, detectors, self.reference, self.cfg.batch_size, cache)
 
-    def results(self, num_samples: int) -> Results:
-        """Open the results folder for evaluations with `num_samples` samples. Every process must call this method."""
+    def open_results(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> list[tuple[Point, Results]]:
+        """Return each point with the results in its folder, for evaluations with `num_samples` samples."""
         # Earlier versions took images on disk in the order of the files. Results without this entry are therefore not comparable.
         seeds = {"order": "fixed"} if self.images else {"first_seed": self.cfg.first_seed, "labels": self.cfg.labels}
         detector = "+".join(self.cfg.evaluation.all_detectors)
         shared = {"num_samples": num_samples, "autoencoder": self.cfg.autoencoder, "detector": detector}
-        shared |= on_main(lambda: hash_weights(self.cfg.evaluation)) | seeds
-        shared["reference"] = on_main(self.reference.fingerprint)
+        shared |= hash_weights(self.cfg.evaluation) | seeds
+        shared["reference"] = self.reference.fingerprint()
         display = {"reference": Path(self.cfg.reference).name, "detector": detector, "num_samples": num_samples, **seeds}
         display |= {"autoencoder": self.cfg.autoencoder} if self.cfg.autoencoder else {}
-        display["reference_hash"] = on_main(self.reference.quick_fingerprint)  # as in train.py's evaluations
-        return Results(self.output, shared, display, self.homes)
+        display["reference_hash"] = self.reference.quick_fingerprint()  # as in train.py's evaluations
+        folders = [self.outputs[recipe and recipe.checkpoint] for _, recipe in points]
+        results = {folder: Results(folder, shared, display, is_optional=len({*folders}) > 1) for folder in dict.fromkeys(folders)}
+        return [(point, results[folder]) for (point, _), folder in zip(points, folders)]
 
-    def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> Results:
-        """Evaluate the points that have no stored results yet. Return the results of all points.
+    def evaluate(self, points: Sequence[tuple[Point, Recipe | None]], num_samples: int) -> list[tuple[Point, Results]]:
+        """Evaluate the points that have no stored results yet. The main process gets each point with the results in its folder.
 
-        With several checkpoints, skip the points of those that a running trainer has removed meanwhile.
+        Points that another command has stored meanwhile are skipped. So are points of checkpoints that a running trainer has
+        removed meanwhile, if there are several checkpoints.
         """
-        results = self.results(num_samples)
-        missing = on_main(lambda: [i for i, (point, _) in enumerate(points) if not results.find(point)])
-        log.info("%d of %d evaluations to do, in %s", len(missing), len(points), self.output)
+        opened = keep_on_main(lambda: self.open_results(points, num_samples)) or []
+        missing = on_main(lambda: in_random_order(points, [i for i, (point, own) in enumerate(opened) if not own.find(point)]))
+        folders = ", ".join(dict.fromkeys(str(results.folder) for _, results in opened))
+        log.info("%d of %d evaluations to do, in %s", len(missing), len(points), folders)
         if num_samples < 2 * NUM_GROUPS:
             log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
         for autoencoder in dict.fromkeys(recipe.autoencoder for i in missing if (recipe := points[i][1])):
             autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
-        finished = []
+        finished: list[Future] = []
 
-        def raise_errors(futures: Iterable[Future]) -> None:
-            for future in futures:
-                future.result()
-
-        def finish(point: Point, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
-            try:
-                results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
-            finally:
-                results.release(point)
-            log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
-
-        def claim(point: Point, recipe: Recipe | None) -> str:
-            raise_errors(future for future in finished if future.done())
+        def is_left(i: int) -> bool:
+            for future in finished:
+                if future.done():
+                    future.result()  # raises its error
+            (point, results), recipe = opened[i], points[i][1]
+            if results.find(point):
+                log.info("%s: another command has stored this point", format_settings(point.display))
+                return False
             if recipe and len(self.folders) > 1 and not recipe.checkpoint.exists():
                 log.warning("%s was removed meanwhile; this point is left out", recipe.checkpoint)
-                return "removed"
-            return results.claim(point)
+                return False
+            return True
 
-        def evaluate_free(pending: list[int], thread: ThreadPoolExecutor) -> list[int]:
-            """Evaluate the pending points that no other process evaluates. Return the others."""
-            in_use = []
-            for i in pending:
-                point, recipe = points[i]
-                if (state := on_main(partial(claim, point, recipe))) == "in use":
-                    in_use.append(i)
-                if state != "ours":
-                    continue
-                name = f"point {missing.index(i) + 1} of {len(missing)}"
-                features, labels, cost = self.features(recipe, num_samples, name)
-                metrics = on_main(partial(self.evaluator.evaluate, features, labels))
-                if self.accelerator.is_main_process:
-                    finished.append(thread.submit(finish, point, features, labels, metrics, cost))
-            return in_use
+        def finish(i: int, features: list[Features], labels: Sequence[int] | None, metrics: dict, cost: dict) -> None:
+            point, results = opened[i]
+            results.add(point, metrics, self.evaluator.jackknife(features, labels, NUM_GROUPS), cost)
+            log.info("%s: %s", format_settings(point.display), format_metrics(metrics))
 
-        with contextlib.ExitStack() as stack:
-            stack.callback(results.release)
-            thread = stack.enter_context(ThreadPoolExecutor(1))  # computes standard errors while we sample the next point
-            pending = evaluate_free(missing, thread)
-            for i in pending:
-                log.info("%s: waiting for another process that evaluates this point", format_settings(points[i][0].display))
-            while pending:  # all processes exchange a message for each attempt, so that no timeout ends those that wait
-                if (left := evaluate_free(pending, thread)) == pending:
-                    time.sleep(WAIT_SEC)
-                pending = left
-        on_main(lambda: raise_errors(finished))
-        return results
+        with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
+            for number, i in enumerate(missing, 1):
+                if on_main(partial(is_left, i)):
+                    features, labels, cost = self.features(points[i][1], num_samples, f"point {number} of {len(missing)}")
+                    metrics = on_main(partial(self.evaluator.evaluate, features, labels))
+                    if self.accelerator.is_main_process:
+                        finished.append(thread.submit(finish, i, features, labels, metrics, cost))
+        on_main(lambda: [future.result() for future in finished])
+        return opened
 
     def features(self, recipe: Recipe | None, num_samples: int, name: str) -> tuple:
         """Compute the features of a point's images. Also return the class labels of the images and the cost per sampled image."""
@@ -181,3 +163,13 @@ class PointEvaluator:
         sampler = recipe.load_sampler(self.accelerator.device, self.cfg.compile)
         features = self.evaluator.features_of_samples(sampler, labels, name=name)
         return features, list(labels.values()), sampler.cost
+
+
+def in_random_order(points: Sequence[tuple[Point, Recipe | None]], chosen: Iterable[int]) -> list[int]:
+    """Return the indices of the chosen points in a new random order, so that commands at the same time rarely meet at a point.
+
+    The points of a network stay together, because loading and compiling it takes long.
+    """
+    draw = random.SystemRandom().random  # no seed may give two commands the same order
+    places: dict[object, float] = defaultdict(draw)
+    return sorted(chosen, key=lambda i: (places[(recipe := points[i][1]) and recipe.network], draw()))

@@ -100,10 +100,15 @@ class Recipe:
         ema_length = {"ema_length": self.average.length} if self.average else {}
         return {"weights": self.weights, **guidance_settings(self.guidance), **sampler_settings(self.diffusion), **ema_length}
 
+    @property
+    def network(self) -> tuple[Path | None, Any]:
+        """Return the checkpoint and the weights of its network, as `load_network` accepts them."""
+        return self.checkpoint, self.average or self.weights
+
     def load_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
-        net = load_network(self.checkpoint, self.average or self.weights, device, compile_mode)
+        net = load_network(*self.network, device, compile_mode)
         decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
         return self.build_sampler(net, decoder, device, compile_mode)
 

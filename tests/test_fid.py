@@ -1,10 +1,13 @@
 """Evaluation during training and fid.py give the same figures. fid.py keeps finished points."""
 
 import csv
+import itertools
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,9 +49,15 @@ def sit(tmp_path_factory):
     return run_train(tmp_path_factory.mktemp("sit"), "run", "diffusion=sit", *EVAL)
 
 
+def draw(monkeypatch, numbers):
+    """Replace the random numbers that determine the order of the points. Increasing numbers keep the order of the command."""
+    monkeypatch.setattr(random.SystemRandom, "random", lambda self: next(numbers))
+
+
 @pytest.fixture
-def fid(tmp_path):
-    """Fixture: fid(output, *overrides) runs fid.py and returns the lines of results.jsonl."""
+def fid(tmp_path, monkeypatch):
+    """Fixture: fid(output, *overrides) runs fid.py, which evaluates in order, and returns the lines of results.jsonl."""
+    draw(monkeypatch, itertools.count())
 
     def run(output, *overrides):
         sampler = [] if any(override.startswith("images=") for override in overrides) else ["num_steps=2"]
@@ -109,7 +118,7 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
-    assert swept == [("run", "2", "1.5"), ("run", "4", "1.5"), ("run", "2", "1.0"), ("run", "4", "1.0")]  # in order of completion
+    assert swept == [("run", "2", "1.0"), ("run", "2", "1.5"), ("run", "4", "1.0"), ("run", "4", "1.5")]  # in the command's order
     (run,), _ = read_runs([edm, tmp_path / "out"])  # the report has one row for figures of training and of fid.py
     assert len([measure for measure in run.figures if measure.metric == "fd_digits"]) == 2
     best = min(rows, key=lambda row: float(row["fd_digits"]))
@@ -217,21 +226,30 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
 
     both = evaluate("a", "b")
     assert [line.split()[0] for line in both.splitlines()[1:]] == ["a", "b"]
-    assert stored(runs[0]) == stored(runs[0]) | stored(runs[1]) and list(stored(runs[1])) == ["b"]
-    assert (runs[0] / "evaluations" / "results.png").exists() and not (runs[1] / "evaluations" / "results.png").exists()
+    assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
+    for run in runs:  # each folder is as a command for its run alone leaves it
+        text = (run / "evaluations" / "results.md").read_text()
+        assert f"| {run.name} |" in text and text.count("\n") == 3 and not (run / "evaluations" / "results.png").exists()
     (read,), problems = read_runs([runs[1]])
     assert not problems and 70 in {measure.num_samples for measure in read.figures}
 
     monkeypatch.setattr(points.PointEvaluator, "features", lambda *arguments: pytest.fail("this point has a result"))
-    assert evaluate("b").count("\n") == 2 and evaluate("b", "a") and evaluate("a", "b") == both
-    assert list(stored(runs[1])) == ["b", "a"] and list(stored(runs[0])) == ["a", "b"]
-    shutil.rmtree(runs[1] / "evaluations")  # earlier versions stored all lines in the folder of the first run
-    assert evaluate("a", "b") == both and list(stored(runs[1])) == ["b"]
-    assert "| b |" in (runs[1] / "evaluations" / "results.md").read_text()
+    assert evaluate("b").count("\n") == 2 and evaluate("a", "b") == both
+    assert [line.split()[0] for line in evaluate("b", "a").splitlines()[1:]] == ["b", "a"]
+    assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
+
+
+def test_output_takes_the_results_and_tables_of_several_runs(edm, sit, fid, tmp_path):
+    runs = [shutil.copytree(run, tmp_path / name) for run, name in ((edm, "a"), (sit, "b"))]
+    lines = fid("out", f"checkpoint=[{runs[0]},{runs[1]}]", "num_samples=4")
+    assert [line["shown"]["run"] for line in lines] == ["a", "b"]
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "\n| a |" in text and "\n| b |" in text and (tmp_path / "out" / "results.png").exists()
+    assert not [*tmp_path.glob("[ab]/evaluations")]
 
 
 def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_does_not_stop_a_comparison(
-    edm, sit, tmp_path, monkeypatch, caplog
+    edm, sit, tmp_path, monkeypatch, caplog, capsys
 ):
     runs = [tmp_path / name for name in ("a", "b", "copy")]
     for run, source in zip(runs, (edm, sit, edm)):
@@ -240,7 +258,7 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
     lines = tmp_path / "a" / "evaluations" / "results.jsonl"
     command = [f"checkpoint=[{','.join(map(str, runs))}]", *FID, "num_steps=2"]
 
-    def at_claim():
+    def at_locking():
         own.mkdir()
         (own / ".evaluating").touch()  # in a folder that another user may not write to, mkdir fails as well
 
@@ -255,72 +273,85 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
 
         monkeypatch.setattr("evaluations.results.append_line", full)
 
-    for prepare in (at_claim, at_opening, at_storing):
+    for prepare in (at_locking, at_opening, at_storing):
         caplog.clear()
+        capsys.readouterr()
         prepare()
         run_fid(*command)
-        assert [json.loads(line)["shown"]["run"] for line in lines.read_text().splitlines()] == ["a", "b"]
-        assert len([text for text in caplog.messages if "stored only in" in text]) == 1
-        assert not [*(lines.parent / ".evaluating").glob("[!.]*")] and not (runs[2] / "evaluations" / "results.md").exists()
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a", "b"]
+        assert [json.loads(line)["shown"]["run"] for line in lines.read_text().splitlines()] == ["a"]
+        assert len([text for text in caplog.messages if "are printed, but not stored" in text]) == 1
+        assert not (own / "results.md").exists() and not (runs[2] / "evaluations").exists()
         own.unlink() if own.is_symlink() else shutil.rmtree(own)
         shutil.rmtree(lines.parent)
     run_fid(f"checkpoint={runs[2]}", *FID, "num_steps=2")  # equal weights have one result, which is not in the copy
 
 
-def test_processes_that_evaluate_into_one_folder_share_the_points(tmp_path):
+def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the_last_one_have_all(tmp_path):
     shared = {"num_samples": 70, "reference": "reference"}
-    first, second, third = (
-        Point({"images": name}, f"of {name}", {"images": name, "number": len(name)}) for name in ("a", "bb", "c")
-    )
+    first, second = (Point({"images": name}, f"of {name}", {"images": name, "number": len(name)}) for name in ("a", "bb"))
     ours, theirs = Results(tmp_path, shared), Results(tmp_path, shared)
-    assert [ours.claim(first), theirs.claim(first), theirs.claim(second)] == ["ours", "in use", "ours"]
     ours.add(first, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
-    ours.release(first)
-    assert theirs.claim(first) == "done"
+    assert theirs.find(first)["metrics"] == {"fid": 1.0}
+    theirs.add(first, {"fid": 3.0}, {"fid": [1.0, 2.0]}, {})
     theirs.add(second, {"fid": 2.0}, {"fid": [1.0, 2.0]}, {})
-    theirs.release(second)
+    assert [line["metrics"]["fid"] for line in ours.lines] == [1.0, 2.0]
     assert "1.00 ± 0.50" in (table := ours.write([first, second], "fid")) and "2.00 ± 0.50" in table
     assert (tmp_path / "results.png").exists()
-    # A process that fails, or is killed, leaves its point to the others.
-    assert [ours.claim(third), theirs.claim(third)] == ["ours", "in use"]
-    ours.release()
-    assert theirs.claim(third) == "ours"
-    theirs.release()
-    assert [file.name for file in (tmp_path / ".evaluating").iterdir()] == [".lock"]
 
 
-def test_a_result_that_cannot_be_stored_leaves_the_point_to_other_processes_and_ends_the_command(edm, fid, monkeypatch, tmp_path):
+def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, monkeypatch, caplog):
+    sweep, features, evaluated = ["out", f"checkpoints={edm}", "num_samples=4"], points.PointEvaluator.features, []
+
+    def recorded(self, recipe, *more):
+        evaluated.append(store.read_step(recipe.checkpoint))
+        if len(evaluated) == 1:  # another command runs from its start to its end
+            fid(*sweep)
+        return features(self, recipe, *more)
+
+    monkeypatch.setattr(points.PointEvaluator, "features", recorded)
+    caplog.set_level("INFO")
+    lines = fid(*sweep)
+    assert evaluated == [2, 2, 4] and [line["shown"]["step"] for line in lines] == [2, 4]
+    assert len([text for text in caplog.messages if "another command has stored this point" in text]) == 1
+
+
+def test_points_are_evaluated_in_a_random_order_network_by_network_and_listed_as_the_command_lists_them(
+    edm, monkeypatch, tmp_path, capsys
+):
+    sweep = [f"checkpoints={edm}", "guidance=cfg", "cfg_scale=[1.0,1.5]", "num_samples=4", f"output={tmp_path / 'out'}"]
+    draw(monkeypatch, itertools.count(0, -1))
+    run_fid(*sweep, "num_steps=2", "cpu_threads=1")
+    lines = [json.loads(line)["shown"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["cfg_scale"]) for line in lines] == [(4, 1.5), (4, 1.0), (2, 1.5), (2, 1.0)]
+    printed = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [("step", "cfg_scale"), ("2", "1"), ("2", "1.5"), ("4", "1"), ("4", "1.5")]
+    monkeypatch.undo()
+    orders = []
+    for _ in range(2):
+        random.seed(0)  # a seed, for example of a sweeper, does not give two commands the same order
+        listed = [(None, SimpleNamespace(network=i // 5)) for i in range(20)]
+        orders.append(points.in_random_order(listed, range(20)))
+        assert sorted(orders[-1]) == [*range(20)] and len([*itertools.groupby(orders[-1], lambda i: i // 5)]) == 4
+    assert orders[0] != orders[1]
+
+
+def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, tmp_path):
     def full(path, record):
         raise UserError("the disk is full")
 
-    def in_use_for_ever(results, point):  # a process that evaluates the last point, and never ends
-        return "in use" if point.display["step"] == 4 else claim(results, point)
-
-    claim = Results.claim
-    monkeypatch.setattr(Results, "claim", in_use_for_ever)
     monkeypatch.setattr("evaluations.results.append_line", full)
-    monkeypatch.setattr(points, "WAIT_SEC", 0.01)
     with pytest.raises(UserError, match="the disk is full"):
-        fid("out", f"checkpoints={edm}")
-    assert [*(tmp_path / "out" / ".evaluating").iterdir()] == [tmp_path / "out" / ".evaluating" / ".lock"]
+        fid("out", f"checkpoints={edm}", "num_samples=4")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(points.PointEvaluator, "features", lambda *arguments: pytest.fail("this is known before any work"))
+    with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
+        fid("file/out", f"checkpoints={edm}")
 
 
 def test_a_folder_that_a_trainer_locks_can_take_results(edm, fid, tmp_path):
     with lock_file(tmp_path / "out" / ".lock", "training in", "name"):
         assert len(fid("out", f"checkpoint={edm}")) == 1
-
-
-def test_fid_evaluates_the_points_that_are_free_first_and_then_waits_for_the_others(edm, fid, monkeypatch):
-    claim, claimed = Results.claim, []
-
-    def another_process_has_the_first_point_for_a_while(results, point):
-        claimed.append(point.display["step"])
-        return "in use" if claimed[-1] == 2 and claimed.count(2) < 4 else claim(results, point)
-
-    monkeypatch.setattr(Results, "claim", another_process_has_the_first_point_for_a_while)
-    monkeypatch.setattr(points, "WAIT_SEC", 0.01)
-    lines = fid("out", f"checkpoints={edm}")
-    assert claimed == [2, 4, 2, 2, 2] and [line["shown"]["step"] for line in lines] == [4, 2]
 
 
 def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplog):

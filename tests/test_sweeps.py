@@ -74,6 +74,15 @@ def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert sorted(line["shown"]["cfg_scale"] for line in lines) == [1.5, 2.0]  # no point twice
     assert (folder / "results.md").read_text().count("\n| run | 2 |") == 2 and len([*(folder / ".evaluating").iterdir()]) == 1
+    scales = [1.1, 1.2, 1.3, 1.4, 1.6, 1.7]
+    both = [Command(tmp_path, ["fid.py", *arguments, f"cfg_scale={scales}", "output=both"], small=False) for _ in range(2)]
+    outcomes = [command.finish(limit_sec=170) for command in both]
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    lines = [json.loads(line) for line in (tmp_path / "both" / "results.jsonl").read_text().splitlines()]
+    assert sorted(line["shown"]["cfg_scale"] for line in lines) == scales
+    evaluated = sum(outcome.output.count(": fd_digits ") for outcome in outcomes)
+    assert 6 <= evaluated < 12, outcomes
+    assert (tmp_path / "both" / "results.md").read_text().count("\n| run | 2 |") == 6
 
 
 def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(tmp_path):
