@@ -35,7 +35,7 @@ class CUDAGraph:
 
     def capture(self, function: Callable[[], R]) -> R:
         """Record the kernels of `function`, without running them. Return the tensors that a replay fills."""
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph, collects, current = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
         gc.collect()
         gc.disable()  # a collection during the capture could free memory of another stream, which invalidates the capture
         try:
@@ -46,6 +46,7 @@ class CUDAGraph:
             cause = first_line(e.__context__ or e)
             raise UserError(f"train.cuda_graphs: the GPU cannot capture the step ({cause}); set train.cuda_graphs=none") from e
         finally:
+            torch.cuda.set_stream(current)  # a capture that fails may leave its own stream current
             if collects:
                 gc.enable()
         self._graph = graph

@@ -1,5 +1,7 @@
 """A stand-in on the CPU for a CUDA graph. Like a real one, it freezes addresses and Python numbers."""
 
+import weakref
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +16,7 @@ class RecordedGraph(TorchDispatchMode):
 
     def __init__(self, device):
         super().__init__()
-        self.calls = []
+        self.calls, self.tensors = [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         draws = torch.Tag.nondeterministic_seeded in function.tags and "attention" not in function.name()  # without dropout
@@ -31,6 +33,7 @@ class RecordedGraph(TorchDispatchMode):
             results = function()
         for result in results:
             result.fill_(torch.nan)
+        self.tensors = [weakref.ref(result) for result in results]
         return results
 
     @torch.no_grad()

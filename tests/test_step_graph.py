@@ -21,6 +21,7 @@ from edm import EDM
 from runtime import compilation, cuda_graph
 from runtime.compilation import check_machine, why_no_cuda_graph
 from training import step_graph, trainer
+from training.hooks import SampleGrids
 from training.step_graph import StaticRandom, StepGraph
 from training.trainer import StepRandom, Trainer, learning_rate
 
@@ -110,17 +111,24 @@ def test_a_resumed_run_warms_up_and_captures_again(graphs, tmp_path, name):
 
 
 def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch):
-    made, sizes, call_hooks = graphs(True), [], Trainer._call_hooks
+    made, sizes, at_grids, call_hooks, draw = graphs(True), [], [], Trainer._call_hooks, SampleGrids.__call__
 
     def record(trainer):
         call_hooks(trainer)
         sizes.append(len(made[0].calls))
 
+    def record_and_draw(hook, trainer):
+        in_use = [x for reference in made[0].tensors if (x := reference()) is not None]
+        at_grids.append((trainer.step, len(made[0].calls), in_use))
+        draw(hook, trainer)
+
     monkeypatch.setattr(Trainer, "_call_hooks", record)
+    monkeypatch.setattr(SampleGrids, "__call__", record_and_draw)
     looks = ["sample.every=5", "sample.num_samples=2", "diffusion.sampler.num_steps=1"]
     replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
     # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and grids free it.
     assert [size > 0 for size in sizes] == [False, False, False, True, True, False, True, False]
+    assert at_grids == [(5, 0, []), (7, 0, [])]  # (step, operations in the graph, its tensors that are in use)
     graphs(False)
     assert differences(run_train(tmp_path, "plain", *KEYS, *looks), replayed) == []
 
@@ -326,6 +334,9 @@ class CUDA:
     def current_stream(self):
         return SimpleNamespace(wait_stream=lambda other: self.calls.append("current stream waits"))
 
+    def set_stream(self, stream):
+        self.calls.append("set stream")
+
     def stream(self, stream):
         return self.context("stream")
 
@@ -359,14 +370,15 @@ def test_warm_up_and_capture_share_a_stream_and_nothing_is_collected_during_the_
     cuda.calls.clear()
     assert graph.capture(lambda: 4) == 4 and cuda.is_collecting is False and gc.isenabled()
     graph.replay(), graph.reset(), graph.reset()
-    assert cuda.calls == ["capture thread_local", "end", "replay", "reset"]
+    assert cuda.calls == ["capture thread_local", "end", "set stream", "replay", "reset"]
 
 
 def test_a_capture_that_fails_names_the_key_and_the_first_cause(monkeypatch):
     def run_out_of_memory() -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
 
-    monkeypatch.setattr(cuda_graph.torch, "cuda", CUDA(RuntimeError("capture failed due to a previous error")))
+    cuda = CUDA(RuntimeError("capture failed due to a previous error"))
+    monkeypatch.setattr(cuda_graph.torch, "cuda", cuda)
     with pytest.raises(UserError, match="train.cuda_graphs: .*CUDA out of memory.*set train.cuda_graphs=none$"):
         cuda_graph.CUDAGraph(GPU).capture(run_out_of_memory)
-    assert gc.isenabled()
+    assert gc.isenabled() and cuda.calls[-1] == "set stream"

@@ -1,7 +1,7 @@
 """Run the forward and backward pass of a micro-batch as one CUDA graph (`train.cuda_graphs`).
 
-A step of DiT-XL/2 starts about 1,700 kernels. If the CPU takes longer to start them than the GPU to run them, the GPU waits, and
-routing saves no time. A graph starts all kernels at once and computes the same values.
+By our count, a step of DiT-XL/2 starts about 1,700 kernels. If the CPU takes longer to start them than the GPU takes to run them,
+the GPU waits, and routing saves no time. A graph starts all kernels at once, and is made to compute the same values.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class StepGraph:
     def reset(self) -> None:
         """Free the graph with its activations and gradients. The next call captures the graph again."""
         self._gradients, self._outputs = [], None
+        for random in self._random.values():
+            random.rewind()  # forgets the quantiles, which the graph computed
         self._graph.reset()
 
     def _fill(self, random_for: RandomFor, inputs: tuple[Tensor, ...]) -> None:

@@ -10,7 +10,8 @@
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python}
 tests="test_evaluation test_numerics test_runs test_steps"
-# The first four tell whether CUDA graphs work and what they gain. Three lines take at most 560 s each.
+# The parts of the first line tell whether CUDA graphs work and what they gain. The first three lines take at most 560 s each.
+# step_xl2, profile and xl2_256_dense need more than 80 GB of GPU memory.
 all="machine graph_bits step_xl2 profile"
 all="$all cpp_wrapper trees one_core small"
 all="$all xl2_256_tread xl2_256_dense s2_256 update attention resume denoiser"
@@ -35,9 +36,10 @@ results=$folder.md
 output=$(mktemp -d)
 mkdir -p "$folder"
 columns=timestamp,clocks.sm,power.draw,utilization.gpu,temperature.gpu
-nvidia-smi --query-gpu=$columns --format=csv -lms 500 >>"$folder/clock.csv" 2>/dev/null &
+TZ=UTC nvidia-smi -i 0 --query-gpu=$columns --format=csv -lms 500 >>"$folder/clock.csv" 2>/dev/null &
 sampler=$!
 trap 'kill $sampler 2>/dev/null; rm -r "$output"' EXIT
+trap 'exit 143' HUP INT TERM # not every shell runs the trap of EXIT after a signal
 failed=
 
 # run_part <name> <seconds> <arguments of Python>. `with` is a command that starts Python, such as env or taskset.
@@ -75,7 +77,7 @@ four="variants=[\"model=dit $graph\",\"model=tread $graph\",\"model=dit $plain\"
 
 # Unquoted variables are several arguments.
 run_part machine 40 $benchmark machine
-run_part graph_bits 130 $pytest tests/gpu/test_steps.py -k graph_gives
+run_part graph_bits 190 $pytest tests/gpu/test_steps.py -k graph_gives
 run_part step_xl2 170 $step rounds=5 $xl2 train.batch_size=32 "turns=$folder/step_xl2.json" "$four"
 run_part profile 110 $benchmark profile $xl2 train.precision=bf16 train.batch_size=32 "traces=$folder/profile" "$four"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import sys
@@ -19,11 +20,11 @@ from common.files import write_atomically
 from evaluations.results import markdown_table
 
 NOTES = """`ms`: the median of all timed calls. `kernel ms` (CUDA): the time in which the GPU computes during one call. If `ms` is
-much longer, the GPU waits for the CPU, which starts the kernels. `host ms` (CUDA): the time that the CPU needs to start one call.
-`peak GiB`, `reserved GiB` (CUDA): allocated and reserved memory; only the latter contains the activations in CUDA graphs.
-`images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which becomes the MFU if you divide it by the peak of
-the GPU. `time / first`: the median of the variant divided by the median of the first variant in the same round. The table shows
-the median over rounds.
+much longer, the GPU waits for the CPU, which starts the kernels. `host ms` (CUDA): the time that the CPU needs to start one call,
+at most. `peak GiB`, `reserved GiB` (CUDA): allocated and reserved memory; only the latter contains the activations in CUDA
+graphs. `images/s`: the rate of one process. `TFLOP/s`: its rate of matrix products, which becomes the MFU if you divide it by the
+peak of the GPU. `time / first`: the median of the variant divided by the median of the first variant in the same round. The table
+shows the median over rounds.
 """
 
 
@@ -91,6 +92,9 @@ def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, 
     and for the peak memory.
     """
     is_cuda = device.type == "cuda"
+    if is_cuda:
+        gc.collect()
+        torch.cuda.empty_cache()  # otherwise, cached memory of earlier variants would not count as reserved
     before, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if is_cuda else (0, 0)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dit
+from common.errors import first_line
 from common.types import PositiveInt
 from edm import EDM
-from extras.benchmarks.harness import report, time_ms
+from extras.benchmarks.harness import measure_kernels_ms, report, time_ms
 from runtime import machine as machine_settings
 from runtime.compilation import compile_network, resolve_compile
 from runtime.cuda_graph import CUDAGraph
@@ -34,6 +35,12 @@ def _start() -> Accelerator:
 def _report(title: str, accelerator: Accelerator, records: list[dict[str, object]]) -> None:
     report(title, accelerator, records)
     leave()
+
+
+def _times(action: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of a call and, on CUDA, those in which the GPU computes."""
+    kernels = {"kernel ms": measure_kernels_ms(action)} if device.type == "cuda" else {}
+    return {"ms": float(np.median(time_ms(action, repeats, device, 3)))} | kernels
 
 
 def _capture(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
@@ -110,7 +117,7 @@ def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
         start_sec = time.perf_counter()
         time_ms(action, 1, device)
         first_sec = time.perf_counter() - start_sec
-        records.append({"variant": name, "ms": float(np.median(time_ms(action, repeats, device, 2))), "first call s": first_sec})
+        records.append({"variant": name, "first call s": first_sec} | _times(action, device, repeats))
     _report("Update of the weights and their average", accelerator, records)
 
 
@@ -125,11 +132,12 @@ def update_in_one_pass(
     ema_weight: Tensor,
 ) -> None:
     """Update weights by AdamW, and their average. `rate` and `root` contain the bias corrections of the moments."""
-    for p, g, m, v, average in zip(weights, gradients, first, second, averages):
-        m.lerp_(g, 1 - BETAS[0])
-        v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
-        p.sub_(rate * m / (v.sqrt() / root + EPS))
-        average.add_(ema_weight * (p - average))
+    torch._foreach_lerp_(first, gradients, 1 - BETAS[0])
+    torch._foreach_mul_(second, BETAS[1])
+    torch._foreach_addcmul_(second, gradients, gradients, 1 - BETAS[1])
+    divisors = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(second), root), EPS)
+    torch._foreach_sub_(weights, torch._foreach_mul(torch._foreach_div(first, divisors), rate))
+    torch._foreach_add_(averages, torch._foreach_mul(torch._foreach_sub(weights, averages), ema_weight))
 
 
 def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
@@ -143,12 +151,16 @@ def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
         )
 
         def call(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
-            scaled_dot_product_attention(q, k, v).sum().backward()
+            torch.autograd.grad(scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
 
         for backend in backends:
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                ms = float(np.median(time_ms(call, repeats, device, 3)))
-            records.append({"tokens": num_tokens, "kernel": backend, "ms": ms})
+            record: dict[str, object] = {"tokens": num_tokens, "kernel": backend}
+            try:
+                with sdpa_kernel(getattr(SDPBackend, backend)):
+                    record |= _times(call, device, repeats)
+            except RuntimeError as e:  # the kernel does not support these sizes
+                record["error"] = first_line(e)
+            records.append(record)
     _report("Attention", accelerator, records)
 
 
@@ -170,7 +182,7 @@ def denoiser(
                 with torch.autocast(device.type, torch.bfloat16):
                     return EDM().denoise(net, *inputs)
 
-            record = {"backbone": backbone, "images": size, "ms": float(np.median(time_ms(call, repeats, device, 3)))}
+            record = {"backbone": backbone, "images": size} | _times(call, device, repeats)
             if device.type == "cuda":
                 record["ms as a graph"] = float(np.median(time_ms(_capture(call, device), repeats, device, 3)))
             records.append(record)

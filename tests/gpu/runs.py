@@ -1,5 +1,6 @@
 """Sizes and trainers for the tests of this folder."""
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -9,6 +10,7 @@ import torch
 from accelerate.utils import set_seed
 from conftest import forget_accelerate
 from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from extras.benchmarks.steps import compose_config
 from latents.prepare.images import to_jpeg
@@ -68,6 +70,17 @@ def keys_of_repa(size, folder):
     write_shard(folder / "data" / "a.safetensors", latents, labels, info, **pack_images([to_jpeg(image) for image in noise]))
     data = [f"data.path={folder / 'data'}", "data.autoencoder=none"]
     return [*data, "alignment=repa", f"alignment.encoder={encoder}", f"alignment.encoder_weights={weights}", "alignment.block=4"]
+
+
+@contextlib.contextmanager
+def exact_attention():
+    """Inside the context, attention adds in a fixed order. Enter it after a trainer is built, or around a whole run.
+
+    The compiler's cache on disk knows nothing of the attention kernel, so the context has a tag of its own there.
+    """
+    keeps_choice = mock.patch.object(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)  # choose_kernels calls it
+    with sdpa_kernel(SDPBackend.MATH), keeps_choice, mock.patch.object(torch.compiler.config, "cache_key_tag", "exact attention"):
+        yield
 
 
 def compiler_for(device):

@@ -9,13 +9,12 @@ from unittest import mock
 import pytest
 import torch
 from conftest import forget_accelerate
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dit
 from common.randomness import SeedRandom
 from extras.benchmarks.harness import time_ms
 from extras.benchmarks.steps import step
-from gpu.runs import compiler_for, keys_of_repa, trainer_for
+from gpu.runs import compiler_for, exact_attention, keys_of_repa, trainer_for
 from routing_module import Route
 from runtime import machine
 
@@ -62,7 +61,10 @@ def test_random_numbers_of_sampling_equal_those_of_a_cpu_and_arrive_without_a_wa
 ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "train.compile=none"]
 
 
-@pytest.mark.parametrize("keys", [["data.num_workers=2"], ACCUMULATION, ["train.optimizer=muon", "train.compile=none"]])
+@pytest.mark.parametrize(
+    "keys",
+    [["data.num_workers=2"], ["train.cuda_graphs=step"], ACCUMULATION, ["train.optimizer=muon", "train.compile=none"]],
+)
 def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path, keys):
     trainer = trainer_for(device, size, tmp_path, "train.log_every=1000", *keys)
     batches = trainer.batches()
@@ -120,15 +122,16 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
 
 GRAPH, PLAIN = "train.cuda_graphs=step", "train.cuda_graphs=none"
 GRAPH_KINDS = {"tread": [], "accumulation": ACCUMULATION[:2], "sprint, sit": ["model=sprint", "diffusion=sit"]}
+GRAPH_KINDS |= {"muon": ["train.optimizer=muon"], "repa": []}
 
 
-def learn(device, size, folder, num_steps, *keys):
-    """Return the weights, averages and losses after some steps. The steps after the capture recompile nothing."""
+def learn(device, size, folder, num_steps, *keys, attention=contextlib.nullcontext):
+    """Return the weights, averages and losses after some steps. From the capture on, nothing is compiled."""
     with compiler_for(device):
         trainer = trainer_for(device, size, folder, "train.warmup_steps=4", *keys)
         batches = trainer.batches()
         for number in range(num_steps):
-            with torch._dynamo.config.patch(error_on_recompile=number >= 3):
+            with attention(), torch._dynamo.config.patch(error_on_recompile=number >= 2):  # the third step captures
                 trainer.train_step(next(batches))
         values = [*trainer.parameters.values(), *trainer.ema.averages.values(), trainer.loss_sums, trainer.bin_sums]
         copies = [x.detach().cpu().clone() for x in values]
@@ -139,8 +142,9 @@ def learn(device, size, folder, num_steps, *keys):
 @pytest.mark.parametrize("kind", GRAPH_KINDS)
 def test_a_graph_gives_the_bits_of_plain_steps(device, size, tmp_path, kind):
     keys = [f"train.compile={'blocks' if device.type == 'cuda' else 'none'}", *GRAPH_KINDS[kind]]
-    with sdpa_kernel(SDPBackend.MATH):  # other attention kernels add gradients in no fixed order
-        plain, replayed = (learn(device, size, tmp_path, 8, *keys, key) for key in (PLAIN, GRAPH))
+    keys += keys_of_repa(size, tmp_path) if kind == "repa" else []
+    # Other attention kernels add gradients in no fixed order.
+    plain, replayed = (learn(device, size, tmp_path, 8, *keys, key, attention=exact_attention) for key in (PLAIN, GRAPH))
     assert all(torch.equal(a, b) for a, b in zip(plain, replayed))
 
 
@@ -156,15 +160,19 @@ def test_a_graph_gives_what_plain_steps_learn_with_the_attention_of_training(dev
 def test_the_gpu_hardly_waits_in_steps_that_are_graphs_and_routing_saves_a_quarter_of_a_step(device, size):
     if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 79e9:
         pytest.skip("both trainers and their graphs need 60 GB")
-    forget_accelerate()
-    gc.collect()  # frees networks of earlier tests: compiled blocks are reference cycles
     is_cuda = device.type == "cuda"
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size // 2}"]
-    overrides += ["train.precision=bf16", "train.cpu_threads=1", GRAPH if is_cuda else PLAIN]
+    overrides += ["train.precision=bf16", "train.cpu_threads=1"]
     turns = {"rounds": 3, "steps": 10, "warmup": 3} if is_cuda else {"rounds": 1, "steps": 1, "warmup": 0}
-    dense, routed = step(["model=dit", "model=tread"], overrides, **turns)
+    found = {}
+    for key in (PLAIN, GRAPH) if is_cuda else (PLAIN,):
+        forget_accelerate()
+        gc.collect()  # frees earlier networks: compiled blocks are reference cycles
+        found[key] = step(["model=dit", "model=tread"], [*overrides, key], **turns)
     if is_cuda:
-        assert all(arm["ms"] <= 1.06 * arm["kernel ms"] for arm in (dense, routed))
+        dense, routed = found[GRAPH]
+        # Profiles of replays may count overlapping kernels twice, so the kernels of plain steps are the yardstick.
+        assert all(arm["ms"] <= 1.06 * plain["kernel ms"] for arm, plain in zip((dense, routed), found[PLAIN]))
         assert routed["time / first"] <= 0.74 and max(routed["lowest, highest"]) <= 0.75
         assert routed["reserved GiB"] < dense["reserved GiB"] < 2 * dense["peak GiB"]
 
