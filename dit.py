@@ -223,6 +223,7 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(self.block_class(width, num_heads) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
+        self.selection_rule = build_rule(selection, grid=(input_size // patch_size, input_size // patch_size))
         self.router = TokenRouter(routes, depth)
         for i, ratio in enumerate(self.router.selection_ratios()):
             if ratio > 0 and num_kept_tokens(self.num_tokens, ratio) == self.num_tokens:
@@ -231,7 +232,6 @@ class DiT(nn.Module):
         # Route ends are named after the blocks in the window, so that weights cannot load into a route past other blocks.
         names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})
-        self.selection_rule = build_rule(selection, grid=(input_size // patch_size, input_size // patch_size))
         self.fp32_after_route = fp32_after_route
         self.initialize_weights(init)
 

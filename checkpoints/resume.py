@@ -83,10 +83,16 @@ def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if `check` does.
     """
 
+    def refuse_imported_and_check(checkpoint: Path) -> None:
+        if source := store.imported_from(checkpoint):
+            remedy = f"start another run from its weights: name=<another> init_from={run.path}"
+            raise UserError(f"{checkpoint} was imported from {source}: it has no optimizer to resume with; {remedy}")
+        check(checkpoint)
+
     def decide() -> Path | None:
         if resume == "never" and store.list_steps(run.checkpoints):
             raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-        check_before_hashing(run.path, check)
+        check_before_hashing(run.path, refuse_imported_and_check)
         newest, problems = store.verify_newest(run.checkpoints)
         if newest is None and problems:
             raise UserError(
@@ -95,11 +101,6 @@ def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda 
             )
         for folder, problem in problems.items():
             log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
-        if newest is not None and (source := store.imported_from(newest)):
-            raise UserError(
-                f"{newest} was imported from {source}: it has no optimizer to resume with; start another run from its weights: "
-                f"name=<another> init_from={run.path}"
-            )
         return newest
 
     return _decide_on_main(decide, "output_dir")

@@ -34,13 +34,18 @@ def help_text(config_name: str) -> str:
     return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
 
 
+def name_of(path: str | None) -> str:
+    """Return the name of a folder as part of a run's name, which cannot begin with a dot."""
+    return os.path.basename(os.path.abspath(path or "custom")).lstrip(".")
+
+
 OmegaConf.register_new_resolver(
     "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
 )
 OmegaConf.register_new_resolver(  # `cfg_scale`, the short form of guidance.cfg_scale in sample.py and fid.py, or a default value
     "cfg_scale_or", lambda x, _root_: x if (given := OmegaConf.select(_root_, "cfg_scale")) is None else given, replace=True
 )
-OmegaConf.register_new_resolver("name_of", lambda path: os.path.basename(os.path.abspath(path or "custom")), replace=True)
+OmegaConf.register_new_resolver("name_of", name_of, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
 
@@ -53,7 +58,8 @@ def job_overrides() -> list[str]:
 def joblib_worker() -> int | None:
     """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
     name, _, number = multiprocessing.current_process().name.partition("-")
-    return int(number) if name == "LokyProcess" else None
+    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
+    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
 
 
 def parse_argument(argument: str) -> Override:

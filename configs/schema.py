@@ -347,13 +347,14 @@ class TrainConfig(Settings):
     def named(self, overrides: Sequence[str]) -> TrainConfig:
         """Append the overridden keys and their values to the default run name, unless the user set a name.
 
-        The name omits keys that a resume accepts, and keys that the default name covers (data, model, experiment and its seed).
+        The name omits keys that a resume accepts, and keys that the default name covers: data and model, or an experiment and its
+        seed.
         Names longer than MAX_NAME_LENGTH get a hash.
         """
         typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
         if "name" in typed:
             return self
-        in_default = {"data", "model", "experiment"} | ({"seed"} if "experiment" in typed else set())
+        in_default = {"experiment", "seed"} if "experiment" in typed else {"data", "model"}
         values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
         for key in typed:
             known = key

@@ -120,7 +120,7 @@ def choose_gpu(worker: int) -> None:
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")[:num_gpus]
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu = gpus[worker % num_gpus]
     # joblib replaces a worker that ended by one with a higher number.
-    shared = f", maybe with another worker; set hydra.launcher.n_jobs={num_gpus} or less" if worker > num_gpus else ""
+    shared = f", maybe with another worker, for example if hydra.launcher.n_jobs is above {num_gpus}" if worker > num_gpus else ""
     log.info("this worker uses GPU %s%s", gpu, shared)
 
 

@@ -315,7 +315,7 @@ def test_the_interval_of_the_last_row_has_its_own_figure_and_rows_of_earlier_ver
     assert found == ["2.20 (paper 2.09, +5%)", "1.80", "2.20", "1.80 (paper 1.69, +7%)"]  # the interval's row takes the same run
     stored = OmegaConf.load(folder / "config.yaml")
     del stored.experiment["paper_by_guidance"], stored.experiment["checkpoint_of"], stored.train["ema_schedule"]
-    stored.experiment.name, stored.experiment.paper_guided = "final_xl2_tread_finetune_740_interval", {"fid": 1.69}
+    stored.experiment.name, stored.experiment.paper_guided = "final/xl2_tread_finetune_740_interval", {"fid": 1.69}
     OmegaConf.save(stored, folder / "config.yaml")
     (run,) = read_runs([tmp_path])[0]
     assert run.cfg.train.ema_schedule == "warmup"  # what the run did

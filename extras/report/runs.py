@@ -93,8 +93,10 @@ class Run:
 
     @property
     def row(self) -> dict:
-        """Return the description of the run's row, which is empty if the run has no row."""
-        return self.cfg.experiment or {}
+        """Return the description of the run's row, which is empty if the run has no row. Earlier versions had rows in folders."""
+        names = ("name", "baseline", "checkpoint_of")
+        row = self.cfg.experiment or {}
+        return row | {key: row[key].replace("/", "_") for key in names if row.get(key)}
 
     @property
     def changes_on_resume(self) -> tuple[str, ...]:
