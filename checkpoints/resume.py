@@ -31,6 +31,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
     newest = select_resume_checkpoint(run, cfg.resume, partial(refuse_other_settings, cfg=cfg))
     if newest is not None:
         check_resume(newest, cfg)
+        on_main(run.has_saved.touch)  # a save that was killed may have left a checkpoint without this mark
     return newest
 
 
@@ -51,8 +52,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         reason = "a run with other settings"
         with contextlib.suppress(UserError):  # the file is not a configuration
             if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
-                num_steps = cfg.train.num_steps
-                if (last := run.reached_checkpoint(cfg.checkpoint.every or num_steps, num_steps)) is None:
+                if (last := run.reached_checkpoint()) is None:
                     return
                 reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
         if run.metrics.exists() and run.metrics.stat().st_size > 0:

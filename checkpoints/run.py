@@ -75,14 +75,10 @@ def read_metrics(file: Path) -> dict[str, list[dict]]:
 def present_starts(starts: list[dict]) -> list[dict]:
     """Return the lines of starts.jsonl from the last start on that resumed no checkpoint, which began the present run.
 
-    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed. Lines of earlier
-    versions do not say whether they resumed a checkpoint. There, the last start at the first step began the present run.
+    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed.
     """
-    if new := [i for i, start in enumerate(starts) if start.get("resumed") is False]:
-        return starts[new[-1] :]
-    steps = [start.get("step", 0) for start in starts]
-    first = min(steps, default=0)
-    return starts[max((i for i, step in enumerate(steps) if step == first), default=0) :]
+    new = [i for i, start in enumerate(starts) if start.get("resumed") is False]
+    return starts[new[-1] :] if new else starts
 
 
 def is_renamed(path: Path) -> bool:
@@ -101,7 +97,6 @@ class RunFolder:
         self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
         self.has_saved = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
-        self._lacked_checkpoints = False  # whether checkpoints/ was missing when the folder was opened
 
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
@@ -116,7 +111,6 @@ class RunFolder:
             reason = f"{self.path} holds {others[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.lock_file, "training in", "name")
-        self._lacked_checkpoints = not self.checkpoints.exists()
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
         for folder in (self.checkpoints, self.samples, self.snapshots):
@@ -170,19 +164,11 @@ class RunFolder:
         alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
         return min((next(iter(line["metrics"].values())) for line in alike), default=None)
 
-    def reached_checkpoint(self, every: int, num_steps: int) -> int | None:
-        """Return the last step in metrics.jsonl if the run had certainly saved a checkpoint, or None.
-
-        Runs of earlier versions have no `has_saved`. They saved checkpoints at all multiples of `every`, at the last step and
-        when they were stopped. Such a run may have been killed while it wrote its first checkpoint, but the second one waits for
-        the first. A missing folder was removed by somebody.
-        """
-        last = max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
-        lines = [line for line in read_lines(self.starts) if isinstance(line.get("step"), int)]
-        starts = [line["step"] for line in present_starts(lines)] or [0]
-        first = min((starts[0] // every + 1) * every, num_steps)
-        is_saved = max(starts) > starts[0] or last > first + every or (self._lacked_checkpoints and last >= first)
-        return last if self.has_saved.exists() or is_saved else None
+    def reached_checkpoint(self) -> int | None:
+        """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
+        if not self.has_saved.exists():
+            return None
+        return max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.

@@ -493,7 +493,9 @@ def test_figures_of_references_with_equal_names_are_compared_only_if_the_hashes_
 def test_starts_of_an_earlier_run_with_the_same_name_are_not_the_runs(tmp_path):
     folder = make_run(tmp_path, f"experiment={TREAD}", name="a", fid={400_000: 50.0})
     start = json.loads((folder / "starts.jsonl").read_text())
-    write(folder / "starts.jsonl", start | {"step": 300_000}, start | {"command": "second"}, start | {"step": 100_000})
+    begins, resumes = start | {"resumed": False}, start | {"resumed": True}
+    second = [begins | {"command": "second"}, resumes | {"step": 100_000}]
+    write(folder / "starts.jsonl", begins, resumes | {"step": 300_000}, *second)
     assert [(line["step"], line["command"]) for line in read_run(folder).starts] == [
         (0, "second"),
         (100_000, "python train.py"),
