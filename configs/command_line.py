@@ -157,9 +157,8 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if not is_sweep:
             raise
         text, has_diverged = explain_error(error), isinstance(error, Diverged)
-        traced = {"exc_info": text is None or os.environ.get(TRACEBACKS) == "1"}
         failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
-        log.error("%s", failure, **traced)
+        log.error("%s", failure, exc_info=text is None or os.environ.get(TRACEBACKS) == "1")
     if has_diverged and searcher in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
         return -math.inf if "max" in str(context.sweeper.get("direction")).lower() else math.inf
     if is_connected and launcher == "basic":
