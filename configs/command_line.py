@@ -13,11 +13,11 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pkgutil import resolve_name
+from typing import get_type_hints
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -232,21 +232,28 @@ def run_command(
     target = resolve_name(settings_class) if settings_class else function
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    raw = {override.key_or_group: plain_value(override) for override in map(parse_argument, typed)} | further
-    model = create_model(name, __base__=Settings, **types)
-    values = dict(validate(raw, model, dict(argument.split("=", 1) for argument in typed)))
+    texts = {key for key, kind in get_type_hints(target).items() if kind in (str, str | None)}
+    raw = dict(read_argument(argument, texts) for argument in typed) | further
+    values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
     function(target(**values)) if settings_class else function(**values)
 
 
-def plain_value(override: Override) -> object:
-    """Return the value of an argument, with interpolations resolved. Values that only a sweep can have are refused."""
-    if override.is_sweep_override():
-        argument, key = override.input_line, override.key_or_group
-        raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
-    if isinstance(value := override.value(), str) and "${" in value:  # such as ${oc.env:HOME}
+def read_argument(argument: str, texts: Collection[str]) -> tuple[str, object]:
+    """Return the key and the value of `key=value`, with interpolations resolved.
+
+    The value of a key in `texts` is the text as it was typed. Hydra's grammar reads text in quotes, `null`, and the values of all
+    other keys. Values that only a sweep can have are refused.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or key not in texts or value == "null" or value.startswith(("'", '"')):
+        override = parse_argument(argument)
+        if override.is_sweep_override():
+            raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
+        value = override.value()
+    if isinstance(value, str) and "${" in value:  # such as ${oc.env:HOME}
         with name_errors_of_omegaconf():
-            return OmegaConf.create({override.key_or_group: value})[override.key_or_group]
-    return value
+            value = OmegaConf.create({key: value})[key]
+    return key, value
 
 
 def source_of(what: str) -> str:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from typing import Literal
 
 import hydra
 import pytest
@@ -17,11 +18,11 @@ import dit
 import prepare_latents
 import train as train_script
 from common.errors import UserError
-from common.types import PositiveInt, Text
+from common.types import Colour, PositiveInt, Text
 from configs import command_line
 from configs.command_line import guard, run_command, run_job
 from configs.compose import CONFIGS
-from configs.schema import TrainConfig
+from configs.schema import Numbers, TrainConfig
 from runtime import machine
 
 
@@ -381,13 +382,123 @@ def test_commands_without_a_configuration_take_their_functions_parameters_as_yam
         (["count", "path=x", "nunber=4"], "nunber is not a key; nearest: number"),
         (["count", "path=x", "number=four"], "number='four'"),
         (["count", "path=x", "number"], "'number' is not of the form key=value"),
-        (["count", "path=[x"], "path=.x is not readable"),
-        (["count", "path=cats #2"], """path=cats #2 is not readable: .* as in 'path="cats #2"' """),
-        (["count", "path=rgb(1, 2, 3)"], """as in 'path="rgb.1, 2, 3."' .*Unknown function 'rgb'"""),
+        (["count", "path=x", "shares=[1"], "shares=.1 is not readable"),
+        (["count", 'path="cats #2'], r"""path="cats #2 is not readable: .* as in 'path=\"\\\"cats #2\"' """),
+        (["count", "path=x", "number=rgb(1, 2, 3)"], """as in 'number="rgb.1, 2, 3."' .*Unknown function 'rgb'"""),
         (["count", "path=x", "shares=1,2"], "shares=1,2: write a list as shares=.a,b., and text with commas as 'shares=\"a,b\"'"),
     ):
         with pytest.raises(UserError, match=words):
             run_command(commands, "", arguments)
+
+
+def take(
+    text: Text = "-",
+    maybe: Text | None = "-",
+    colour: Colour = "white",
+    choice: Literal["none", "jpeg"] = "none",
+    number: PositiveInt | None = 1,
+    switch: bool = False,
+    words: list[str] = (),
+    seeds: Numbers = (),
+) -> None:
+    called.append(locals())
+
+
+def taken(*arguments):
+    """Return the value that `take` gets for the key of the last argument."""
+    called.clear()
+    run_command({"take": "test_command_line:take"}, "", ["take", *arguments])
+    return called[0][arguments[-1].partition("=")[0]]
+
+
+TEXTS = [
+    "Bücher/日本", "a b", " x ", "x\t", "a, b", "a,b", "a=b", "a #2", "#808080", "a: b", "a:", "a:b", "yes", "no", "on", "off",
+    "true", "none", "~", "~/x", "*x", "&x", "!x", "%x", "@x", "`x", "? x", "- x", "-", "---", "> x", "|", "2024_11_25", "007",
+    "1e3", "12:30", "1.50", "0x10", "inf", "nan", "[x", "[x]", "{x}", "{x: 1}", "(a)", "rgb(1, 2, 3)", r"a\b", r"a\\b", r"a\,b",
+    r"a\ b", "a;b", "it's", '5" disk', "???", "a$b", "two\nlines",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["text", "maybe"])
+@pytest.mark.parametrize("text", TEXTS)  # Hydra's grammar or YAML refuses, shortens or converts most of them
+def test_text_reaches_a_command_as_it_was_typed(key, text):
+    assert taken(f"{key}={text}") == text
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("""text="cats, #2 = [x] 'y'\"""", "cats, #2 = [x] 'y'"),  # quotes, as train.py needs them
+        ("text='a b'", "a b"),
+        (r'text="a\"b"', 'a"b'),
+        (r'text="C:\new"', r"C:\new"),
+        ('text="null"', "null"),
+        ('text="2024"', "2024"),
+        ("text=${oc.env:SCRATCH}/x", "/my scratch/x"),
+        ('text="${oc.env:SCRATCH}/x"', "/my scratch/x"),
+        ("choice=${oc.env:CHOICE}", "jpeg"),
+        ("maybe=null", None),
+        ("colour=#808080", "#808080"),
+        ("colour='#808080'", "#808080"),
+        ("colour=rgb(255, 255, 255)", "rgb(255, 255, 255)"),
+        ("number=1e3", 1000),
+        ("number=1_000", 1000),
+        ("number= 4 ", 4),
+        ("number=null", None),
+        ("switch=True", True),
+        ("words=[]", []),
+        ('words=["model=dit","model=tread train.lr=1e-3"]', ["model=dit", "model=tread train.lr=1e-3"]),
+        (r'words=["checkpoint=[\"x\",\"y\"]","a={b:1}","${seed}"]', ['checkpoint=["x","y"]', "a={b:1}", "${seed}"]),
+        ("words=[no,12:30,a: b]", ["no", "12:30", "a: b"]),
+        ("seeds=[10,12-14]", [10, 12, 13, 14]),
+        ("seeds=10-12", [10, 11, 12]),
+    ],
+)
+def test_quoted_text_interpolations_and_other_types_follow_hydras_grammar(monkeypatch, argument, value):
+    monkeypatch.setenv("SCRATCH", "/my scratch")
+    monkeypatch.setenv("CHOICE", "jpeg")
+    assert taken(argument) == value
+    assert taken(argument, argument) == value  # the last of equal keys counts
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("text=", "text='': String should have at least 1 character"),
+        ("text=null", "text is not set: "),
+        ('text="a"b"', 'text="a"b" is not readable: quote text with special characters twice'),
+        ('text="a","b"', "write a list as text=.a,b., and text with commas as 'text=\"a,b\"'"),
+        ("text=${", "text: "),
+        ("text=${maybe}", "text: Interpolation key 'maybe' not found"),
+        ("colour=", "colour: there is no colour"),
+        ("colour=whit", "colour: unknown color specifier: 'whit'"),
+        ("choice=png", "choice='png': Input should be 'none' or 'jpeg'"),
+        ("number=010", "number='010': Input should be a valid integer"),  # YAML reads 8
+        ("number=12:30", "number='12:30': Input should be a valid integer"),  # YAML reads 750
+        ("number=0x10", "number='0x10': Input should be a valid integer"),
+        ("number=", "number='': Input should be a valid integer"),
+        ("number=4 # four", "number=4 # four is not readable"),
+        ("number=1,2", "number=1,2: write a list as number="),
+        ("switch=yes", "switch='yes': Input should be a valid boolean"),
+        ("words=a,b", "words=a,b: write a list as words="),
+        ("words=a", "words='a': Input should be a valid list"),
+        ("words=[a=b]", """words=.a=b. is not readable: .* as in 'words=."a b","c=d".'"""),
+        ("words=[2024_11_25]", r"words\[0\]=20241125: Input should be a valid string"),
+        ("seeds=x", "seeds: 'x' is not a list"),
+        ("text", "'text' is not of the form key=value"),
+        ("", "'' is not of the form key=value"),
+        ("+text=x", r"\+text is not a key; nearest: text"),
+        ("~text", "~text is not a key; nearest: text"),
+        ("~text=x", "~text is not a key; nearest: text"),
+        ("text@there=x", "text@there is not a key"),
+        ("text.a=x", "text.a is not a key"),
+        ("Bücher=x", "Bücher=x is not readable"),
+    ],
+)
+def test_an_argument_that_a_command_cannot_use_gives_one_line_that_names_it(argument, words):
+    with pytest.raises(UserError, match=words) as error:
+        taken(argument)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_with_closed_streams(tmp_path):

@@ -39,7 +39,7 @@ class EncodeConfig:
     part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
     resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
     pad: NonNegativeInt = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
-    background: Colour = "white"  # background colour for transparent images, either a name or "'#rrggbb'" in both quotes
+    background: Colour = "white"  # background colour for transparent images, either a name or #rrggbb
     # Grey images with more than 8 bits (16-bit PNG, float TIFF) need the values that become black and white, such as [0,65535].
     value_range: Range | None = None
     grey: bool = False  # whether to convert images to one grey channel (requires autoencoder=identity)
