@@ -43,8 +43,7 @@ class CUDAGraph:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as e:  # such as too little memory; ending a broken capture raises a second error
-            cause = first_line(e.__context__ or e)
-            raise UserError(f"train.cuda_graphs: the GPU cannot capture the step ({cause}); set train.cuda_graphs=none") from e
+            raise UserError(f"the GPU cannot capture a CUDA graph ({first_line(e.__context__ or e)})") from e
         finally:
             torch.cuda.set_stream(current)  # a capture that fails may leave its own stream current
             if collects:

@@ -373,12 +373,14 @@ def test_warm_up_and_capture_share_a_stream_and_nothing_is_collected_during_the_
     assert cuda.calls == ["capture thread_local", "end", "set stream", "replay", "reset"]
 
 
-def test_a_capture_that_fails_names_the_key_and_the_first_cause(monkeypatch):
-    def run_out_of_memory() -> Tensor:
+def test_a_capture_that_fails_names_the_first_cause_and_in_training_the_key(monkeypatch):
+    def run_out_of_memory(*inputs: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
 
     cuda = CUDA(RuntimeError("capture failed due to a previous error"))
     monkeypatch.setattr(cuda_graph.torch, "cuda", cuda)
-    with pytest.raises(UserError, match="train.cuda_graphs: .*CUDA out of memory.*set train.cuda_graphs=none$"):
+    with pytest.raises(UserError, match=r"^the GPU cannot capture a CUDA graph \(CUDA out of memory\)$"):  # also in benchmarks
         cuda_graph.CUDAGraph(GPU).capture(run_out_of_memory)
     assert gc.isenabled() and cuda.calls[-1] == "set stream"
+    with pytest.raises(UserError, match="train.cuda_graphs: .*CUDA out of memory.*set train.cuda_graphs=none$"):
+        StepGraph(run_out_of_memory, [], 1, GPU)._capture()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
 from common.randomness import SampleRandom
 from runtime.cuda_graph import CUDAGraph
 
@@ -116,5 +117,8 @@ class StepGraph:
         if self._adds_gradients:
             for p in self._parameters:
                 p.grad = torch.zeros_like(p)
-        self._outputs = self._graph.capture(self._run)
+        try:
+            self._outputs = self._graph.capture(self._run)
+        except UserError as e:
+            raise UserError(f"train.cuda_graphs: {e}; set train.cuda_graphs=none") from e
         self._gradients = [p.grad for p in self._parameters]
