@@ -28,7 +28,7 @@ from pydantic import create_model
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import explain, job_overrides, joblib_worker, parse_argument
+from configs.compose import NO_ROW, explain, job_overrides, joblib_worker, parse_argument
 from configs.schema import TrainConfig
 from configs.settings import S, Settings, flatten, has_interpolation, validate
 
@@ -179,9 +179,11 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
         are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
     """
+    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
+        raise UserError(NO_ROW)
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
-    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     settings = validate(
         raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
     )

@@ -20,6 +20,7 @@ from common.files import REPOSITORY
 from configs.settings import GROUPS, flatten, nearest
 
 CONFIGS = REPOSITORY / "configs"
+NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
 
 
 def help_text(config_name: str) -> str:
@@ -104,6 +105,8 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
     if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
         return "experiment is set already, by default to null: write experiment=... without +"
+    if "In 'experiment/bases/" in text:  # its own parts have other paths in a row
+        return NO_ROW
     if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
         return f"experiment={unknown[1]} is not in configs/experiment/ or --config-dir{nearest(unknown[1], row_names())}"
     return text

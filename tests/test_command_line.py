@@ -117,6 +117,11 @@ def start(monkeypatch, main, arguments, full_errors="0"):
         (["data.path=a=b"], """as in 'data.path="a=b"' """),
         (["output_dir=out dir ü"], """as in 'output_dir="out dir ü"' """),
         (["experiment=table2/dit_b2"], "^error: experiment=table2/dit_b2 is not in .*; nearest: table2_dit_b2"),
+        # Alone, these parts of rows lack a name, lack files, or would be trained like a row.
+        (["experiment=bases/row"], "^error: experiment=bases/... is only a part of rows; choose a row, .*such as table2_dit_b2$"),
+        (["experiment=bases/fashion"], "^error: experiment=bases/... is only a part of rows"),
+        (["experiment=bases/sde"], "^error: experiment=bases/... is only a part of rows"),
+        (["-m", "experiment=bases/row,table2_dit_b2", "seed=-1"], "^error: a run of .*: experiment=bases/... is only a part"),
         (["seed=0,1"], "^error: Ambiguous value for argument 'seed=0,1' .*multirun"),
         (["hydra/launcher=slurm"], "^error: In 'hydra/config': Could not find 'hydra/launcher/slurm' Available options"),
         (["--resolve"], "^error: The --resolve flag can only be used"),
