@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, checked, losses, metrics, renew_manifest, run_train, weights
+from conftest import TINY, checked, losses, metrics, run_train, weights
 from definition import small
 
 from checkpoints import resume, store
@@ -69,19 +69,6 @@ def test_the_state_is_stored_by_parameter_name(runs):
     state = torch.load(runs / "adamw" / "checkpoints" / store.folder_name(6) / "optimizer.pt")["state"]
     shapes = {name: value.shape for name, value in weights(runs / "adamw", 6).items() if name != "pos_embed"}
     assert {name: values["exp_avg"].shape for name, values in state.items()} == shapes
-
-
-def test_a_checkpoint_that_counts_its_parameters_resumes_exactly(runs, tmp_path):
-    """The checkpoints of earlier versions hold the state dict of torch's AdamW."""
-    run, folder = cut_at_3(runs, tmp_path, "adamw")
-    state = torch.load(folder / "optimizer.pt")["state"]
-    cfg = load_config(folder)
-    trained = [name for name, p in cfg.model.build(cfg.data).named_parameters() if p.requires_grad]
-    counted = {i: state[name] for i, name in enumerate(trained)}
-    torch.save({"state": counted, "param_groups": [{"lr": 1.0, "params": [*counted]}]}, folder / "optimizer.pt")
-    renew_manifest(folder)
-    run_train(tmp_path, "adamw", *ARGUMENTS)
-    assert_same_end(run, runs / "adamw")
 
 
 def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs):

@@ -64,30 +64,24 @@ def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: d
         optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def check_state(
-    file: Path, state: dict[str | int, dict[str, Any]], optimizers: Sequence[Optimizer], parameters: Parameters
-) -> dict[str, dict[str, Any]]:
-    """Check a state stored in `file` against the optimizers, and return it by parameter name.
+def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
+    """Check a state by parameter name, which is stored in `file`, against the optimizers.
 
-    Checkpoints up to f7b5337 count the parameters instead of naming them. Raises UserError, which names the parameter, if the
-    names, shapes or types are not those of the optimizers' state after a step.
+    Raises UserError, which names the parameter, if names, shapes or types are not those of the optimizers' state after a step.
     """
     with as_user_error(file):
-        names = list(parameters)
-        named = {names[key] if isinstance(key, int) and key < len(names) else str(key): value for key, value in state.items()}
-        for name in {**parameters, **named}:
+        for name in {**parameters, **state}:
             if name not in parameters:
                 raise ValueError(f"it has a state for {name}, which this network does not train")
-            if name not in named:
+            if name not in state:
                 raise ValueError(f"it has no state for {name}")
         actual, expected = (
             {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
-            for states in (named, state_after_step(optimizers, parameters))
+            for states in (state, state_after_step(optimizers, parameters))
         )
         if not all(isinstance(value, Tensor) for value in actual.values()):
             raise ValueError("it holds other values than tensors")
         store.check_tensors(file, actual, expected)
-    return named
 
 
 def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:

@@ -33,9 +33,9 @@ class TrainerState(Settings):
     ema_num_updates: int
     loss_sums: list[float]  # one sum for each of `Trainer.modules`
     loss_count: int
-    bin_sums: list[list[float]]
+    bin_sums: list[list[float]]  # summed over all processes
     encoder_hash: str | None  # hash of the alignment encoder's weights
-    image_offset: int = 0
+    image_offset: int
 
 
 class CheckpointHook(Hook):
@@ -132,7 +132,7 @@ def resume(trainer: Trainer, folder: Path) -> None:
     trainer.last_logged_step -= state.loss_count
     trainer.image_offset = state.image_offset
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
-        trainer.bin_sums.copy_(total_bin_sums(state, trainer.cfg.train.batch_size))
+        trainer.bin_sums.copy_(sums["bin_sums"])
     log.info("resumed from %s", folder)
 
 
@@ -142,10 +142,11 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
     sides = (trainer.net.state_dict(), checkpoint.model)
     num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
     if init_state == "all":
+        state = read_stored(checkpoint.state, TrainerState, folder / "state.json")
         restore_weights(trainer, folder, checkpoint)
         restore_training_state(trainer, folder, checkpoint)
         larger = load_config(folder).train.batch_size - trainer.cfg.train.batch_size
-        trainer.image_offset = checkpoint.state.get("image_offset", 0) + checkpoint.step * larger
+        trainer.image_offset = state.image_offset + checkpoint.step * larger
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
         restore_weights(trainer, folder, checkpoint)
     else:
@@ -191,8 +192,8 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
     trainer.ema.num_updates_before -= checkpoint.step
     for name, like in trainer.ema.states().items():
         store.check_tensors(folder / f"{name}.safetensors", getattr(checkpoint, name) or {}, like)
-    stored = checkpoint.optimizer.get("state", {})
-    state = optimizers.check_state(folder / "optimizer.pt", stored, trainer.optimizers, trainer.parameters)
+    state = checkpoint.optimizer.get("state", {})
+    optimizers.check_state(folder / "optimizer.pt", state, trainer.optimizers, trainer.parameters)
     if trainer.alignment is not None:
         hashes = checkpoint.state.get("encoder_hash"), trainer.alignment.encoder_hash
         # A hash ends with the encoder's precision, such as -bf16, which may change.
@@ -205,13 +206,3 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
     if checkpoint.tracked_ema is not None:
         trainer.ema.load("tracked_ema", checkpoint.tracked_ema)
     optimizers.load_state(trainer.optimizers, trainer.parameters, state)
-
-
-def total_bin_sums(state: TrainerState, batch_size: int) -> Tensor:
-    """Return the stored loss sums and counts by noise level bin, summed over all processes, [2, NUM_BINS].
-
-    Checkpoints up to f7b5337 stored means over processes. Scaling makes the counts add up to the number of images since the last
-    metrics line.
-    """
-    bin_sums = torch.tensor(state.bin_sums)
-    return bin_sums * (state.loss_count * batch_size / bin_sums[1].sum().clamp(min=1))
