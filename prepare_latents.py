@@ -88,7 +88,6 @@ def encode(cfg: EncodeConfig) -> None:
     info = ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-    settings |= {} if cfg.value_range is None else {"value_range": cfg.value_range}  # earlier versions had no such setting
 
     def hash_items(*bounds: int) -> str:
         return processes.on_main(lambda: source.fingerprint(*bounds))

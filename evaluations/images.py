@@ -123,8 +123,8 @@ class ImageFolder:
     def _sampled_folders(self, images: Iterable[str]) -> set[Path]:
         """Return the folders that sample.py filled with these images, relative to `path`.
 
-        Raises UserError if their settings differ. Settings that one folder does not store are not compared, because earlier
-        versions store fewer.
+        Raises UserError if their settings differ. Settings that only one folder stores are not compared, because a folder that
+        was made before a key was added lacks it.
         """
         parents = {os.path.dirname(name) for name in images if SAMPLE_NAME.match(os.path.basename(name))}
         above = [(Path(parent), *Path(parent).parents) for parent in parents]
@@ -251,7 +251,10 @@ class NpzImages:
                 yield images
 
     def quick_fingerprint(self) -> str:
-        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except `background`."""
+        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except `background`.
+
+        A copy to which `prepare_latents.py reference` adds the colour, such as that of ADM's file, is the same reference.
+        """
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
             return hash_bytes(repr([entry for entry in entries if entry[0] != "background.npy"]).encode())

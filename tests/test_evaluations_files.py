@@ -153,7 +153,7 @@ def test_several_folders_of_sample_py_are_one_set_if_they_share_settings_but_no_
         for file in (f"seed_{seed:06d}_class_{seed + 3:03d}.png", f"grid_{seed}.png"):
             Image.fromarray(make_images(1)[0]).save(tmp_path / name / file)
     assert ImageFolder(tmp_path).labels.tolist() == [3, 53] and len(ImageFolder(tmp_path)) == 2
-    (tmp_path / "second" / "settings.yaml").write_text("weights: ema\nautoencoder_hash: null\n")  # earlier versions lack a key
+    (tmp_path / "second" / "settings.yaml").write_text("weights: ema\nautoencoder_hash: null\n")  # a key that was added later
     assert len(ImageFolder(tmp_path)) == 2
     (tmp_path / "second" / "3").mkdir()
     (tmp_path / "second" / "seed_000050_class_053.png").rename(tmp_path / "second" / "3" / "seed_000050_class_053.png")
@@ -229,7 +229,7 @@ def test_the_background_travels_with_a_reference(tmp_path, caplog):
         open_with(str(tmp_path / "shards"), "white")
     assert open_images(reference(images, "white.npz")).background == "white" and not caplog.messages
 
-    write_npz(old := tmp_path / "old.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3))  # as earlier versions wrote it
+    write_npz(old := tmp_path / "old.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3))  # without a colour, like ADM's files
     gaussian = {"mu": np.ones(2048), "sigma": np.eye(2048), "mu_s": np.ones(2023), "sigma_s": np.eye(2023)}
     np.savez(tmp_path / "adm.npz", arr_0=make_images(2, 8, 8), **gaussian)  # statistics of more images than the file holds
     copied = open_images(reference(tmp_path / "adm.npz", "adm_white.npz", "background=white"))

@@ -16,7 +16,7 @@ from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
-from latents.shards import Kind, ShardInfo, pack_images, shard_files
+from latents.shards import Kind, ShardInfo, pack_images
 from latents.tars import check_parts
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,7 @@ class ConvertConfig:
 
 def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
-    is_new = not (Path(cfg.output).is_dir() and shard_files(Path(cfg.output)))
-    if is_new and any(Path(cfg.path).glob("[!.]*.tar")):  # earlier versions converted all tars of a folder together
+    if any(Path(cfg.path).glob("[!.]*.tar")):
         check_parts(Path(cfg.path), "or rename the tars to use them together")
     source = open_latents(cfg.path)
     log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)

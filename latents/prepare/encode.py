@@ -66,9 +66,9 @@ class EncodeConfig:
 
 
 # Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
-# The settings in shards get scale_factor from ShardInfo, and value_range from `encode`.
+# The settings in shards get scale_factor from ShardInfo.
 MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
-MAY_CHANGE_ON_RESUME |= {"scale_factor", "value_range"}
+MAY_CHANGE_ON_RESUME |= {"scale_factor"}
 REPAIR = "repair or remove {}, or set on_error=skip"
 # After shards are made, a removed image would move all later ones to other places in the shards, and to other parts.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
