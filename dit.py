@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.randomness import SampleRandom
-from routing_module import Route, SelectionRule, TokenRouter, build_rule, num_kept_tokens, uniform_noise
+from routing_module import Route, SelectionRule, TokenRouter, build_rule, uniform_noise
 
 # Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -181,8 +181,8 @@ class DiT(nn.Module):
         num_classes: Number of classes. Labels range from 0 to num_classes - 1, and num_classes is the null class.
         learn_sigma: Whether to double the output channels, as in published DiT checkpoints. EDM and SiT drop the second half.
         class_dropout: Probability that the network replaces a label with the null class in training.
-        routes: Routes that carry tokens past blocks, or () for a plain DiT. `TokenRouter` checks that they fit the depth. The
-            constructor raises ValueError for a ratio above 0 that carries no token.
+        routes: Routes that carry tokens past blocks, or () for a plain DiT. `TokenRouter` checks that they fit the depth. With a
+            ratio below 1 / number of tokens, a route carries no token.
         selection: Selection rule that chooses the kept tokens, or its name in `routing_module.SELECTIONS`.
         fp32_after_route: Run the block or final layer after each active route in float32 under autocast (TREAD, section 4).
         init: With `adaln_zero`, every block starts as the identity and the output starts at zero, as in DiT. With
@@ -225,10 +225,6 @@ class DiT(nn.Module):
 
         self.selection_rule = build_rule(selection, grid=(input_size // patch_size, input_size // patch_size))
         self.router = TokenRouter(routes, depth)
-        for i, ratio in enumerate(self.router.selection_ratios()):
-            if ratio > 0 and num_kept_tokens(self.num_tokens, ratio) == self.num_tokens:
-                accepted = f"use 0, at least 1/{self.num_tokens}, or smaller patches"
-                raise ValueError(f"routes[{i}].selection_ratio={ratio:g} carries 0 of {self.num_tokens} tokens: {accepted}")
         # Route ends are named after the blocks in the window, so that weights cannot load into a route past other blocks.
         names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
         self.route_end_modules = nn.ModuleDict({name: self.route_end_class(width) for name in names})

@@ -13,6 +13,7 @@ from checkpoints.load import load_config, load_run_config
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
+from routing_module import num_kept_tokens
 from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,10 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
     with other settings, or of one whose checkpoints are gone, are renamed.
 
-    Raises UserError if another process has trained the run since `open_existing_run` looked for it, or if another process of
-    this run does not see the folder.
+    Raises UserError if a route carries no token, if another process has trained the run since `open_existing_run` looked for it,
+    or if another process of this run does not see the folder.
     """
+    check_routes(cfg)
 
     def open_and_rename() -> None:
         run.open()
@@ -61,6 +63,15 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
 
     on_main(open_and_rename)
     check_shared(run.lock_file, "output_dir", is_new=True)
+
+
+def check_routes(cfg: schema.TrainConfig) -> None:
+    """Raise UserError if a route of a new run carries no token. Networks of stored runs may have such routes."""
+    num_tokens = (cfg.data.input_size // cfg.model.sizes["patch_size"]) ** 2
+    for i, ratio in enumerate(route.selection_ratio for route in cfg.model.routes):
+        if ratio > 0 and num_kept_tokens(num_tokens, ratio) == num_tokens:
+            accepted = f"use 0, at least 1/{num_tokens}, or smaller patches"
+            raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
 def check_before_hashing(source: Path, check: Check) -> None:

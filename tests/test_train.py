@@ -31,7 +31,7 @@ from conftest import (
 from PIL import Image
 
 from checkpoints import provenance, resume, store
-from checkpoints.load import load_config
+from checkpoints.load import load_config, load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
@@ -326,6 +326,19 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
         train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
     assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
     assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_3", "of_4"}
+
+
+def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_with_one_are_loaded(train, tmp_path):
+    route = "model.routes=[{{selection_ratio:{},start_layer_idx:1,end_layer_idx:2}}]"
+    words = r"model.routes\[0\].selection_ratio=0.06 carries 0 of 16 tokens: use 0, at least 1/16, or smaller patches"
+    with pytest.raises(UserError, match=words):
+        train("run", route.format(0.06))
+    assert not (tmp_path / "run").exists()
+    folder = folder_of(train("run", route.format(0.07), "train.num_steps=1"), 1)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("selection_ratio: 0.07", "selection_ratio: 0.06"))
+    renew_manifest(folder)
+    assert load_network(folder, "ema", torch.device("cpu")).router.selection_ratios() == (0.06,)
 
 
 def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
