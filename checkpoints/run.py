@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from checkpoints import store
@@ -134,7 +133,7 @@ class RunFolder:
 
     def write_config(self, config: dict) -> None:
         """Write the run's resolved configuration to config.yaml."""
-        write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.create(config)))
+        write_atomically(self.config, store.config_text(config))
 
     def wandb_id(self) -> str:
         """Return the run's Weights & Biases ID, which stays the same when the run resumes."""

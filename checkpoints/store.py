@@ -28,6 +28,8 @@ from torch import Tensor
 
 from common.errors import UserError, as_user_error
 from common.files import (
+    FORMAT,
+    check_format,
     describe_write_error,
     hash_bytes,
     hash_file,
@@ -127,7 +129,7 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
             save_file({key: value.contiguous() for key, value in tensors.items()}, file)
             shutil.copymode(folder / "optimizer.pt", file)  # safetensors makes files readable only by their owner
     (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(checkpoint.config)), encoding="utf-8")
+    (folder / "config.yaml").write_text(config_text(checkpoint.config), encoding="utf-8")
     files = sorted(folder.iterdir())
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -227,9 +229,16 @@ def hash_checkpoint(folder: Path) -> str:
         return hash_bytes(regular_file(file).read_bytes())[:16]
 
 
+def config_text(config: dict) -> str:
+    """Return the text of a config.yaml, which `read_config` reads."""
+    return OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT} | config))
+
+
 def read_config(folder: Path) -> dict:
-    """Return the resolved training configuration that a checkpoint or a run stores."""
-    return read_yaml(folder / "config.yaml")
+    """Return the resolved training configuration that a checkpoint or a run stores. Refuse other formats than FORMAT."""
+    config = read_yaml(file := folder / "config.yaml")
+    check_format(config, file)
+    return config
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from common.errors import UserError, as_user_error, first_line
 log = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+FORMAT = 1  # format of runs and data folders; docs/architecture.md says when this number rises
 
 
 def regular_file(path: Path) -> Path:
@@ -245,6 +246,15 @@ def read_yaml(path: Path, source: str | None = None) -> dict:
         if not isinstance(content, dict):
             raise ValueError("it holds no configuration")
         return content
+
+
+def check_format(content: dict, file: Path) -> None:
+    """Remove the number `format` from the content of a file. Raise UserError for another number than FORMAT.
+
+    A missing number means 1, because files of other programs have none.
+    """
+    if (found := content.pop("format", 1)) != FORMAT:
+        raise UserError(f"{file} has format {found!r:.100}, but this version reads format {FORMAT}")
 
 
 def hash_bytes(content: bytes) -> str:

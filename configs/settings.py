@@ -107,10 +107,10 @@ def _is_number_for_text(error: dict) -> bool:
 
 
 def read_stored(raw: dict, kind: type[S], source: object) -> S:
-    """Convert settings that an earlier version may have stored in the file `source` to settings of this version.
+    """Convert settings that are stored in the file `source` to settings of this version (see docs/architecture.md).
 
-    A key that the file lacks gets the default in `kind`, which is the value that earlier versions used. A key in
-    `kind.removed_keys` is accepted with the value there. The UserError names all unknown, missing and wrong keys in one line.
+    A key that the file lacks was added later. It gets the default in `kind`, which is the value that the code used before. A key
+    in `kind.removed_keys` is accepted with the value there. The UserError names all unknown, missing and wrong keys in one line.
     """
     raw, problems = deepcopy(raw), []
     for key, value in kind.removed_keys.items():

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import hash_bytes, hash_file, read_json, regular_file, write_atomically
+from common.files import check_format, hash_bytes, hash_file, read_json, regular_file, write_atomically
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
@@ -170,7 +170,7 @@ class _Open(pydantic.BaseModel):
 
 
 class _EncodeSettings(_Open):
-    """Entries of a manifest's `settings` that this project reads."""
+    """Entries of a manifest's `settings` that this project reads. `convert` and other programs do not write them."""
 
     part: Literal["all", "train", "validation"] = "all"
     background: Colour = "white"
@@ -185,6 +185,8 @@ class _LeftOut(_Open):
 
 
 class _Manifest(_Open):
+    """Entries of a manifest that this project reads. Other programs may leave out those with a default."""
+
     shards: dict[str, str]
     settings: _EncodeSettings
     class_names: list[str] | None = None
@@ -199,8 +201,10 @@ def read_manifest(folder: Path) -> dict | None:
     if not os.path.lexists(file):
         return None
     manifest = read_json(regular_file(file))
+    manifest = manifest if isinstance(manifest, dict) else {}
+    check_format(manifest, file)
     try:
-        _Manifest.model_validate(manifest if isinstance(manifest, dict) else {})
+        _Manifest.model_validate(manifest)
     except pydantic.ValidationError as e:
         problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}"
         remedy = "make the folder again, or remove this file"
@@ -347,6 +351,7 @@ def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     metadata, starts = read_header(file)
+    check_format(metadata, file)
     try:
         info = ShardInfo(**metadata)
     except pydantic.ValidationError as e:

@@ -68,11 +68,11 @@ def test_a_run_has_the_ema_schedule_of_its_configuration(train):
         assert torch.allclose(weights(constant, 1, "ema")[name], 0.75 * initial + 0.25 * trained, atol=1e-5), name
 
 
-def test_a_run_of_an_earlier_version_resumes_with_its_warm_up_and_refuses_another_schedule(train):
+def test_a_run_that_lacks_the_key_of_its_ema_schedule_resumes_with_its_warm_up_and_refuses_another_schedule(train):
     run = train("run", "train.num_steps=2")
     for file in (run / "config.yaml", run / "checkpoints" / "step_0000002" / "config.yaml"):
         lines = file.read_text().splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if "ema_schedule" not in line))  # earlier versions did not have the key
+        file.write_text("".join(line for line in lines if "ema_schedule" not in line))
         assert len(file.read_text().splitlines()) == len(lines) - 1
     renew_manifest(run / "checkpoints" / "step_0000002")
     with pytest.raises(UserError, match="train.ema_schedule: 'warmup' -> 'constant'"):

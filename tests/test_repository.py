@@ -12,6 +12,7 @@ from test_architecture import sources
 
 import prepare_latents
 from common.errors import UserError
+from common.files import hash_file
 from latents.shards import ShardInfo, write_shard
 
 SLOW = {"timm", "torchvision", "diffusers", "transformers", "wandb", "matplotlib", "scipy", "torch_fidelity"}
@@ -54,6 +55,19 @@ def test_the_embedded_digits_are_those_of_scikit_learn_bit_for_bit(tmp_path):
     info = ShardInfo(kind="sample", scale_factor=2 / 3, autoencoder="identity", resolution=8, num_classes=10)
     write_shard(made := tmp_path / "digits.safetensors", latents, torch.from_numpy(digits.target).to(torch.int64), info)
     assert made.read_bytes() == (REPOSITORY / "latents" / "digits.safetensors").read_bytes() and len(latents) == 1797
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("latents/digits.safetensors", "5954c40b7098a16a001024db55e54a6c"),
+        ("evaluations/digits_reference.npz", "185ba94f0aecc55fa9ffbac86b390440"),
+        ("evaluations/digits_detector.safetensors", "ea50597c03f5ba583e7ddc44cfa8dd1a"),
+        ("evaluations/fashion_detector.safetensors", "6fff15722dd10a5d94c4a0671962ea95"),
+    ],
+)
+def test_files_whose_hashes_identify_stored_results_never_change(name, expected):
+    assert hash_file(REPOSITORY / name) == expected
 
 
 def test_a_reference_is_made_from_a_folder_of_images(tmp_path):

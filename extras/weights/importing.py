@@ -108,7 +108,7 @@ def import_weights(
         model, ema = reverse_time_and_sign(model), reverse_time_and_sign(ema)
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or ASSUMED_EMA_UPDATES, "imported_from": f"{source} (kind={kind})"}
-    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config)))
+    write_atomically(folder / "config.yaml", store.config_text(config))
     checkpoint = store.Checkpoint(step, model, ema, optimizer={}, state=state, config=config)
     written = store.save(folder / "checkpoints", checkpoint, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import lock_file, write_atomically
+from common.files import FORMAT, lock_file, write_atomically
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import (
@@ -112,8 +112,7 @@ class ShardWriter:
         `find_readable` gets the names of the items that each shard has left out, and returns those that can be read now. The
         writer makes such shards again.
         """
-        if not shard_files(self.output):
-            read_manifest(self.output)  # raises UserError for another program's file of this name, which would be replaced
+        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
         shards = {shard.file: shard for shard in self.shards}
         reasons, left_out = {}, {}
@@ -160,7 +159,7 @@ class ShardWriter:
             "source": shard.source_hash,
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], info.kind).tolist(),
-        } | ({"notes": dict(notes)} if notes else {})  # without notes, the bytes are those of earlier versions
+        } | ({"notes": dict(notes)} if notes else {})
         write_atomically(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
 
     def finish(
@@ -201,6 +200,7 @@ class ShardWriter:
             self._change_headers(scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
         manifest = {
+            "format": FORMAT,
             "num_items": len(dataset),
             **asdict(dataset.info),
             "shape": [dataset.channels, dataset.height, dataset.width],

@@ -1,0 +1,268 @@
+"""Files of format 1: the number, and how settings are added and removed without another number (docs/architecture.md)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import checked, metrics, renew_manifest, run_fid, run_sample, run_train
+from omegaconf import OmegaConf
+from PIL import Image
+from pydantic import create_model
+
+import prepare_latents
+from checkpoints import load, store
+from checkpoints.resume import check_resume
+from checkpoints.run import RunFolder
+from common.errors import UserError
+from common.files import REPOSITORY
+from common.roles import Reported, SameRun
+from common.types import NonNegativeFloat, settings
+from configs import schema
+from configs.compose import compose_overrides
+from configs.settings import flatten
+from edm import EDM
+from edm.sampler import HeunSampler
+from evaluations import results
+from extras.report.experiments import group
+from extras.report.runs import read_runs
+from latents.shards import LatentDataset, ShardInfo, serialize_shard
+
+RUN, CHECKPOINT = Path("runs/run"), Path("runs/run/checkpoints/step_0000004")
+TRAIN = ["model=tread", "model.backbone=DiT-XS/4", "train.num_steps=4", "checkpoint.every=2", "checkpoint.keep_last=2"]
+FID = [f"checkpoint={RUN}", f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}", "evaluation.detector=digits"]
+FID += ["num_samples=20", "num_steps=2", "cpu_threads=1"]
+SAMPLED = {  # arguments of sample.py by folder
+    "guided": ["guidance=cfg", "cfg_scale=2", "output=guided"],
+    "runs/run/generated/step_0000004_ema_none_2steps_*": [],
+}
+PIXELS = ["autoencoder=identity", "kind=sample", "resolution=8", "labels=none", "shard_size=2", "num_workers=0"]
+
+
+def train(*overrides, name="run"):
+    return run_train(Path("runs"), name, *TRAIN, *overrides)
+
+
+def sample(*overrides):
+    run_sample(f"checkpoint={RUN}", "seeds=0-1", "num_steps=2", "cpu_threads=1", *overrides)
+
+
+def encode():
+    prepare_latents.main(["encode", "images=pictures", "output=latents", *PIXELS])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Fixture: a folder with a run, its images and results, and latents, which this version has written."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "pictures").mkdir()
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)):
+        Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        encode()
+        train()
+        for arguments in SAMPLED.values():
+            sample(*arguments)
+        run_fid(*FID)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def copy(made, tmp_path, monkeypatch):
+    """Fixture: the working folder is a copy of the files."""
+    shutil.copytree(made, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    load._load_config.cache_clear()
+    yield
+    load._load_config.cache_clear()
+
+
+def contents():
+    """Return the bytes of all files, without locks and the files that a repeated command writes anew."""
+    rewritten = (".lock", "grid_", "samples_", "results.csv", "results.md", "results.png")
+    return {str(file): file.read_bytes() for file in Path().rglob("*") if file.is_file() and not file.name.startswith(rewritten)}
+
+
+def store_number_in_run(number):
+    """Write another number into the configurations of the run, or none if it is None."""
+    for file in (RUN / "config.yaml", *RUN.glob("checkpoints/*/config.yaml")):
+        text = file.read_text()
+        assert text.startswith("format: 1\n")
+        file.write_text(text.replace("format: 1\n", "" if number is None else f"format: {number}\n", 1))
+    for folder in RUN.glob("checkpoints/*"):
+        renew_manifest(folder)
+
+
+def store_number_in_latents(number):
+    manifest = json.loads(Path("latents/manifest.json").read_text())
+    assert manifest.pop("format") == 1
+    Path("latents/manifest.json").write_text(json.dumps(manifest | ({} if number is None else {"format": number})))
+
+
+COMMANDS = {
+    "resume": lambda: train("train.num_steps=5"),
+    "init_from": lambda: train(f"init_from={RUN}", name="new"),
+    "sample": lambda: sample("output=new"),
+    "fid": lambda: run_fid(*FID, "output=new"),
+    "guidance": lambda: sample("output=new", "guidance=autoguidance", f"guidance.checkpoint={RUN}"),
+    "data.path": lambda: train("data=custom", "data.path=latents", "train.num_steps=1", name="custom"),
+    "reference": lambda: run_fid(*FID, "reference=latents", "num_samples=4", "output=other"),
+    "images": lambda: run_fid("images=latents", *FID[1:3], "cpu_threads=1", "output=new"),
+    "encode": encode,
+    "inspect": lambda: prepare_latents.main(["inspect", "path=latents", "grid=none"]),
+}
+READS_LATENTS = ("data.path", "reference", "images", "encode", "inspect")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_another_number_is_refused_by_name_and_nothing_is_written(command):
+    file = "latents/manifest.json" if command in READS_LATENTS else f"{CHECKPOINT}/config.yaml"
+    store_number_in_latents(2) if command in READS_LATENTS else store_number_in_run(2)
+    before = contents()
+    with pytest.raises(UserError, match=f"{file} has format 2, but this version reads format 1$") as refused:
+        COMMANDS[command]()
+    assert "\n" not in str(refused.value) and contents() == before
+
+
+def test_a_missing_number_means_1():
+    store_number_in_run(None)
+    store_number_in_latents(None)
+    for command in ("resume", "init_from", "sample", "fid", "data.path", "reference", "encode"):
+        COMMANDS[command]()
+    assert store.read_step(RUN / "checkpoints" / "step_0000005") == 5 and len(LatentDataset("latents")) == 4
+
+
+def test_a_shard_without_a_manifest_may_store_the_number():
+    info = ShardInfo(kind="sample", scale_factor=1.0, autoencoder="identity", resolution=8, num_classes=1)
+    shard = Path("latents/latents_00000.safetensors")
+    latents, labels = LatentDataset(shard).fetch(np.arange(2), np.zeros(2, dtype=bool))
+    for number in (1, 2):
+        content = serialize_shard(shard, info, latents=latents, labels=labels)
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        header["__metadata__"]["about"] = json.dumps(json.loads(header["__metadata__"]["about"]) | {"format": number})
+        header = json.dumps(header).encode()
+        shard.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        if number == 1:
+            assert len(LatentDataset(shard)) == 2
+    with pytest.raises(UserError, match=f"^{shard} has format 2, but this version reads format 1$"):
+        LatentDataset(shard)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A version with one more key, which reads what this version has written.
+
+
+@settings
+class DampedHeun(HeunSampler):
+    damping: NonNegativeFloat = 0.0
+
+
+@settings
+class DampedEDM(EDM):
+    sampler: Reported[DampedHeun] = DampedHeun()
+
+
+@pytest.fixture
+def damped(monkeypatch):
+    """Fixture: EDM's sampler has one more setting, whose default is what the sampler did before."""
+    monkeypatch.setitem(schema.DIFFUSIONS, "edm", f"{__name__}:DampedEDM")
+
+
+@pytest.fixture
+def with_patience(monkeypatch):
+    """Fixture: train.patience is one more key of training, which distinguishes experiments and was 0 before."""
+    train_group = create_model("Train", __base__=schema.Train, patience=(SameRun[int], 0))
+    monkeypatch.setattr(schema, "TrainConfig", create_model("TrainConfig", __base__=schema.TrainConfig, train=(train_group, ...)))
+
+
+@pytest.mark.parametrize("folder", SAMPLED)
+def test_a_new_sampler_setting_neither_refuses_nor_duplicates_a_folder_of_images(damped, folder):
+    (found,) = Path().glob(folder)
+    before, folders = contents(), {*found.parent.iterdir()}
+    min(found.glob("seed_000000_*.png")).unlink()
+    sample(*SAMPLED[folder])
+    assert contents() == before and {*found.parent.iterdir()} == folders
+    if SAMPLED[folder]:
+        with pytest.raises(UserError, match="sampler.damping: 0.0 -> 0.5"):
+            sample("+damping=0.5", *SAMPLED[folder])
+
+
+def test_a_new_sampler_setting_gets_another_default_folder_only_if_it_is_set(damped):
+    for damping in (0.0, 0.5, 0.5):
+        sample(f"+damping={damping}")
+    assert len([*(RUN / "generated").iterdir()]) == 2
+
+
+def test_a_new_sampler_setting_repeats_no_evaluation_and_refuses_no_resume(damped, caplog):
+    before = contents()
+    caplog.set_level("INFO")
+    run_fid(*FID)
+    assert "0 of 1 evaluations to do" in caplog.text and contents() == before
+    train("train.num_steps=5")
+    assert metrics(RUN)[-1]["step"] == 5
+
+
+def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experiment(with_patience):
+    cfg = load.load_run_config(RUN)
+    assert cfg.train.patience == 0
+    check_resume(CHECKPOINT, cfg)
+    other = cfg.model_copy(update={"train": cfg.train.model_copy(update={"patience": 3})})
+    with pytest.raises(UserError, match="train.patience: 0 -> 3"):
+        check_resume(CHECKPOINT, other)
+    for seed, stored in ((1, cfg), (2, other)):  # both runs store the new key
+        name = f"run_seed{seed}"
+        shutil.copytree(RUN, f"runs/{name}", ignore=shutil.ignore_patterns("checkpoints", "evaluations"))
+        RunFolder("runs", name).write_config(stored.model_copy(update={"seed": seed}).model_dump())
+    (experiments,) = group(read_runs([Path("runs")])[0])[0].values()
+    assert sorted([run.cfg.seed for run in experiment.runs] for experiment in experiments) == [[0, 1], [2]]
+
+
+def test_a_new_condition_repeats_no_evaluation_and_splits_no_figure(monkeypatch):
+    monkeypatch.setitem(results.DEFAULTS, "crop", "none")
+    stored = json.loads((RUN / "evaluations" / "results.jsonl").read_text().splitlines()[0])
+    about = {key: stored["point"][key] for key in ("num_samples", "detector", "first_seed", "labels", "reference")}
+    point = results.Point({key: x for key, x in stored["point"].items() if key not in about}, stored["point"]["content"], {})
+    folder = RUN / "evaluations"
+    assert results.Results(folder, about).find(point) and results.Results(folder, about | {"crop": "none"}).find(point)
+    assert not results.Results(folder, about | {"crop": "square"}).find(point)
+
+
+def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch):
+    text = (RUN / "config.yaml").read_text()
+    (RUN / "config.yaml").write_text(text.replace("  log_every: 1\n", "  log_every: 1\n  fused: true\n"))
+    with pytest.raises(UserError, match="^runs/run/config.yaml cannot be read: unknown keys: train.fused$"):
+        load.load_run_config(RUN)
+    monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": True})
+    assert load.load_run_config(RUN).name == "run"
+    monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": False})
+    with pytest.raises(UserError, match="train.fused=True, but this version has no such key and always uses False"):
+        load.load_run_config(RUN)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["experiment=table2_dit_b2_tread"],
+        ["model=sprint", "diffusion=sit", "alignment=repa", "guidance=interval", "guidance.level_lo=0", "guidance.level_hi=1"],
+        ["model=lightningdit_sprint", "diffusion=sit", "guidance=path_drop"],
+        ["model=lightningdit_tread", "guidance=sparse"],
+        ["model=dit", "diffusion=ddpm", "guidance=autoguidance", "guidance.checkpoint=weak"],
+    ],
+    ids=lambda choices: choices[0],
+)
+def test_configurations_of_all_choices_are_read_as_they_were_written(choices, tmp_path):
+    cfg = checked(choices)
+    RunFolder(str(tmp_path), "run").write_config(cfg.model_dump())
+    assert load.load_run_config(tmp_path / "run") == cfg
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").format == 1
+
+
+def test_every_key_with_a_default_is_in_the_configurations():
+    """A default in the schema is the value of older runs. If a command's YAML files lack the key, nobody sees its value."""
+    for choices in ([], ["model=sprint", "alignment=repa", "diffusion=sit"]):
+        composed = OmegaConf.to_container(compose_overrides(choices))
+        filled = {f"data.{key}" for key in ("scale_factor", "latents_mean", "latents_std", "resolution")}  # read from the latents
+        assert {key for key in flatten(checked(choices).model_dump())} - flatten(composed).keys() == filled
