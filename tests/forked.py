@@ -8,12 +8,14 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import re
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -129,6 +131,76 @@ def _become(folder, writer, arguments, before, small, environment):
         script, *sys.argv[1:] = arguments
         sys.argv[0] = str(REPOSITORY / script)
         runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            sys.stderr.write(f"{e.code}\n")
+    except BaseException:  # noqa: BLE001 (Python does the same when a program ends)
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For `before` of launchers: the Python processes that the command starts are forks, too, and import only the project anew.
+
+
+def fork_children():
+    """Fork where this process and its children would start `python <arguments>`."""
+    from joblib.externals.loky.backend import fork_exec as loky
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler as elastic
+
+    subprocess.Popen = elastic.Popen = _Popen
+    loky.fork_exec = _fork_worker
+
+
+class _Popen(subprocess.Popen):
+    def __init__(self, args, **how):
+        if not isinstance(args, str) and args[0] == sys.executable:
+            how["preexec_fn"] = functools.partial(_become_python, args[1:], how.get("env"))  # does not return
+        super().__init__(args, **how)
+
+
+def _fork_worker(command, keep_fds, env=None):
+    """Do what joblib.externals.loky.backend.fork_exec does."""
+    if pid := os.fork():
+        return pid
+    _become_python(command[1:], os.environ | (env or {}), keep_fds)
+
+
+def _become_python(arguments, env, keep_fds=()):
+    """Run `python <arguments>` in this new process, which shares memory with its parent, but no file that a new program loses."""
+    code = 1
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the folder itself
+                if int(name) > 2 and int(name) not in keep_fds and not os.get_inheritable(int(name)):
+                    os.dup2(null, int(name), inheritable=False)  # the number stays in use, because the parent's objects know it
+        for signum in SIGNALS:
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        sys.stdin = open(0, closefd=False)
+        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        for name, module in list(sys.modules.items()):
+            file = str(getattr(module, "__file__", None))
+            if file.startswith(f"{REPOSITORY}{os.sep}") and "site-packages" not in file:
+                del sys.modules[name]
+        logging.root.handlers.clear()
+        arguments = [argument for argument in arguments if argument != "-u"]
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(arguments[0], run_name="__main__")
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)

@@ -10,7 +10,7 @@ import sys
 
 import psutil
 from conftest import TINY, checked, forget_accelerate, metrics, wait_for
-from forked import Command, launch, run
+from forked import Command, fork_children, launch, run
 
 import train as script
 from checkpoints import store
@@ -23,7 +23,7 @@ def runs_of(folder):
 
 
 def run_sweep(folder, arguments):
-    return Command(folder, arguments, small=False).finish(limit_sec=170)  # launchers import torch in new processes
+    return Command(folder, arguments, fork_children, small=False).finish(limit_sec=170)
 
 
 def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_nothing(tmp_path):
@@ -89,7 +89,7 @@ def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
 def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=20"]
     arguments = [*TINY, "name=run", "output_dir=runs", "train.num_steps=80", "seed=3"]
-    sweep = Command(tmp_path, ["train.py", "-m", *launcher, *arguments], small=False)
+    sweep = Command(tmp_path, ["train.py", "-m", *launcher, *arguments], fork_children, small=False)
     run_folder = tmp_path / "runs" / "run"
     try:
         wait_for(lambda: not sweep.process.is_alive() or (run_folder / "metrics.jsonl").exists() and metrics(run_folder))
