@@ -6,6 +6,8 @@ INSTALLED = .venv/.installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % s
 # On a CPU, keep freed memory in the process. Otherwise, mapping new memory for large tensors takes 4 to 12% of a step.
 export MALLOC_MMAP_MAX_ := 0
 export MALLOC_TRIM_THRESHOLD_ := 1000000000000
+# Keep the compiled bytecode of packages. Otherwise, each new Python process compiles torch for 4 to 7 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test gpu lint env lock clean
 
