@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+import dit
 from common.errors import UserError
 from edm import EDM
+from extras import lightningdit, sprint
 from runtime import compilation, cuda_graph
 from runtime.compilation import check_machine, why_no_cuda_graph
 from training import step_graph, trainer
@@ -44,6 +46,13 @@ SETTINGS = {
     "moments, sprint, accumulation": ["data=custom", *SPRINT, "train.grad_accum_steps=2"],
     "repa": ["repa"],
 }
+
+
+@pytest.fixture(autouse=True)
+def small_networks(monkeypatch):
+    """The networks are so small that their checkpoints take 1 MB. Their depth is the usual one, as routes need it."""
+    for module, name in ((dit, "DiT-XS/2"), (sprint, "DiT-XS/2"), (lightningdit, "LightningDiT-XS/2")):
+        monkeypatch.setitem(module.BACKBONES, name, (12, 24, 3, 2))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,11 +24,11 @@ from conftest import (
     make_shard,
     metrics,
     renew_manifest,
-    run_python,
     run_train,
     wait_for,
     weights,
 )
+from forked import Command
 from PIL import Image
 
 from checkpoints import provenance, resume, store
@@ -595,32 +596,21 @@ def test_a_start_without_a_key_or_with_an_unusable_folder_of_wandb_is_refused_be
             train("run", "train.num_steps=2", "wandb.mode=offline")
 
 
-FAILING_WANDB = """
-import sys
-from pathlib import Path
+def break_wandb(call):
+    def fail(*args, **how):
+        raise ConnectionResetError("the service has ended")
 
-import wandb
-
-sys.path.insert(0, "tests")
-from conftest import run_train
-
-
-def fail(*args, **how):
-    raise ConnectionResetError("the service has ended")
-
-
-setattr(wandb if sys.argv[2] == "init" else wandb.Run, sys.argv[2], fail)
-run_train(Path(sys.argv[1]), sys.argv[2], "wandb.mode=offline")
-"""
+    setattr(wandb if call == "init" else wandb.Run, call, fail)
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
 def test_errors_of_wandb_become_one_warning_and_training_continues(whole, tmp_path, call):
     # In a process of its own, because a wandb that failed keeps objects of later tests alive, such as their locks.
-    code, output = run_python("-c", FAILING_WANDB, tmp_path, call)
+    command = ["train.py", *TINY, f"name={call}", "output_dir=.", "wandb.mode=offline"]
+    outcome = Command(tmp_path, command, partial(break_wandb, call), small=False).finish()
     words = "Weights & Biases failed (ConnectionResetError: the service has ended). Training continues without it; "
-    assert code == 0 and "Traceback" not in output, output
-    assert output.count(words) == output.count("Weights & Biases failed") == 1, output
+    outcome.expect_code(0)
+    assert outcome.output.count(words) == outcome.output.count("Weights & Biases failed") == 1, outcome.output
     assert losses(tmp_path / call) == pytest.approx(losses(whole), rel=1e-6)
 
 
