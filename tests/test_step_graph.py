@@ -97,26 +97,43 @@ def differences(first, second):
     return found + [line["step"] for line, other in zip(lines, other_lines) if line != other]
 
 
+@pytest.fixture(scope="module")
+def plain_runs():
+    """Fixture: {name: (keys, folder of the run with plain steps)}."""
+    return {}
+
+
+@pytest.fixture
+def plain(graphs, plain_runs, tmp_path_factory):
+    """Fixture: plain(name) returns the keys of these settings and the folder of their run with plain steps, made once."""
+
+    def make(name):
+        if name not in plain_runs:
+            keys = [*KEYS, *data_keys(SETTINGS[name], folder := tmp_path_factory.mktemp("plain"))]
+            made = graphs(False)
+            plain_runs[name] = keys, run_train(folder, "plain", *keys)
+            assert made == []
+        return plain_runs[name]
+
+    return make
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_replayed_steps_give_the_bits_of_plain_steps(graphs, tmp_path, name):
-    keys = [*KEYS, *data_keys(SETTINGS[name], tmp_path)]
-    made = graphs(False)
-    plain = run_train(tmp_path, "plain", *keys)
-    assert made == []
-    graphs(True)
+def test_replayed_steps_give_the_bits_of_plain_steps(graphs, plain, tmp_path, name):
+    keys, expected = plain(name)
+    made = graphs(True)
     replayed = run_train(tmp_path, "replayed", *keys)
-    assert differences(plain, replayed) == []
+    assert differences(expected, replayed) == []
     assert len(made) == 1 and made[0].calls == []  # one graph serves all micro-batches and is free after training
 
 
 @pytest.mark.parametrize("name", ["tread", "accumulation, importance", "muon"])
-def test_a_resumed_run_warms_up_and_captures_again(graphs, tmp_path, name):
-    graphs(False)
-    plain = run_train(tmp_path, "plain", *KEYS, *SETTINGS[name])
+def test_a_resumed_run_warms_up_and_captures_again(graphs, plain, tmp_path, name):
+    keys, expected = plain(name)
     graphs(True)
     for num_steps in (4, 7):
-        run = run_train(tmp_path, "parts", *KEYS, *SETTINGS[name], f"train.num_steps={num_steps}")
-    assert differences(plain, run) == []
+        run = run_train(tmp_path, "parts", *keys, f"train.num_steps={num_steps}")
+    assert differences(expected, run) == []
 
 
 def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch):
