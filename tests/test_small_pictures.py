@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -46,7 +44,9 @@ def prepared(fashion, tmp_path_factory):
     """Fixture: a folder with latents/, fashion.npz and fashion.safetensors, made by the documented commands."""
     folder = tmp_path_factory.mktemp("prepared")
     (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", (REPOSITORY / "docs" / "data.md").read_text(), re.DOTALL)
-    subprocess.run([sys.executable, "-c", program], cwd=fashion[0], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(fashion[0])
+        exec(program, {})
     grey = ["pad=2", "grey=true", "sigma_data=0.5", "shard_size=500", "batch_size=64"]
     encode(fashion[0] / "datasets" / "fashion", folder / "latents", "identity", *grey)
     prepare_latents.main(["reference", f"images={folder / 'latents'}", f"output={folder / 'fashion.npz'}"])
