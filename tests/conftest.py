@@ -1,6 +1,7 @@
 """Shared helpers: they make small data and run the commands in this process or in a new process."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -39,9 +40,10 @@ LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_pre
 LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 # The slowest files. pytest -n runs them first, so that all workers finish at about the same time.
-SLOWEST = ["test_drills", "test_ddp", "test_train", "test_gpu_code", "test_fid", "test_two_nodes"]
-SLOWEST += ["test_start_page", "test_command_line", "test_stop", "test_weights_in", "test_processes", "test_small_pictures"]
-SLOWEST += ["test_attach_company", "test_speed", "test_prepare_latents"]
+SLOWEST = ["test_step_graph", "test_sweeps", "test_drills", "test_command_line", "test_train", "test_fid", "test_ddp"]
+SLOWEST += ["test_guided_time", "test_gpu_code", "test_start_page", "test_benchmarks", "test_stop", "test_two_nodes"]
+SLOWEST += ["test_weights_in", "test_prepare_latents", "test_small_pictures", "test_processes", "test_attach_company"]
+SLOWEST += ["test_speed"]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,6 +60,22 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_runtest_setup(item):
+    """Exempt what tests have imported from garbage collection. Each run collects twice, and torch alone takes 0.3 s each time."""
+    global num_frozen_modules
+    if len(sys.modules) > num_frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        num_frozen_modules = len(sys.modules)
+
+
+num_frozen_modules = 0
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # otherwise nanobind reports leaks when the process exits
 
 
 def forget_accelerate():
