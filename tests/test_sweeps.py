@@ -46,7 +46,8 @@ def test_joblib_runs_the_jobs_beside_each_other_and_repeating_the_sweep_does_not
 
 def test_the_error_of_a_submitit_sweep_names_the_failed_run_and_the_folder_of_its_log(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
-    outcome = run_sweep(tmp_path, ["train.py", "-m", *launcher, "output_dir=runs", "seed=-1,-2"])
+    arguments = ["train.py", "-m", *launcher, "output_dir=runs", "seed=-1,-2"]
+    outcome = Command(tmp_path, arguments, small=False).finish(limit_sec=170)  # its jobs are new programs, not forks
     failed = "a run of the sweep failed: output_dir=runs seed={0}: seed={0}: Input should be greater than or equal to 0"
     *_, error = outcome.output.strip().splitlines()
     assert outcome.code == 1 and error.startswith(f"error: {failed.format(-1)} (logs: {tmp_path}/runs/.sweeps/"), outcome.output
