@@ -1,13 +1,14 @@
 """Evaluate checkpoints or images on disk with ADM's evaluation suite: FID, sFID, Inception Score, precision and recall.
 
-    python fid.py checkpoint=runs/x/checkpoints/step_0400000 reference=references/VIRTUAL_imagenet256_labeled.npz \\
-        num_samples=50000 guidance=cfg cfg_scale=1.5
-    python fid.py checkpoints=runs/x num_samples=5000 guidance=cfg cfg_scale=[1.0,1.25,1.5]     # a sweep
-    python fid.py images=samples.npz reference=references/VIRTUAL_imagenet256_labeled.npz
+    python fid.py checkpoint=runs/x                                            # measures what training measured
+    python fid.py checkpoint=runs/x/checkpoints/step_0400000 evaluation.num_samples=50000 guidance=cfg guidance.cfg_scale=1.5
+    python fid.py checkpoints=runs/x guidance=cfg guidance.cfg_scale=[1.0,1.25,1.5]     # a sweep
+    python fid.py images=samples.npz evaluation.reference=references/VIRTUAL_imagenet256_labeled.npz
 
-If keys have lists of values, the command evaluates all combinations and writes a plot and tables with standard errors. The keys
-checkpoint, weights, cfg_scale and ema_length accept lists, as do sampler settings (num_steps=[20,40]) and guidance settings
-(guidance.w=[1.2,1.5]). Rerunning the command evaluates only the combinations that have no results yet.
+A key that the command does not set has the run's value. If keys have lists of values, the command evaluates all combinations and
+writes a plot and tables with standard errors. The keys checkpoint, sampling.weights, sampling.ema_length and those of sampler and
+guidance accept lists (sampler.num_steps=[20,40] guidance.w=[1.2,1.5]). Rerunning the command evaluates only the combinations that
+have no results yet, from training or from fid.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from common.errors import UserError
 from common.files import REPOSITORY
@@ -35,57 +36,60 @@ def main(cfg: FidConfig) -> float | None:
     from checkpoints import store
     from checkpoints.load import load_config
     from common.images import are_same_colour
-    from evaluations.results import format_settings, write_all
+    from evaluations.record import lowest
     from evaluations.suite import metrics_for
+    from evaluations.tables import EvaluationTable, format_settings, write_tables
     from runtime.compilation import log_compile_mode
-    from runtime.machine import start_accelerator
+    from runtime.machine import start_accelerator, use_machine
     from runtime.processes import check_shared, on_main
     from sampling.evaluator import open_on_all_processes, open_reference
-    from sampling.points import PointEvaluator
+    from sampling.points import PointEvaluator, choose_recipes, point_of_images, points_of_recipes
 
     keys = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(keys) != 1:
         raise UserError(f"give one of checkpoint=, checkpoints= and images=, not {' and '.join(keys) or 'none of them'}")
-    if cfg.images and (refused := keys_of_sampling(cfg)):
+    if cfg.images and (refused := cfg.keys_of_sampling()):
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
-    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
-    log_compile_mode("compile", cfg.compile, accelerator.device)
+    accelerator = start_accelerator(cfg.machine.cpu_threads)
 
-    # Only the main process looks for checkpoints, because others could find different ones while a run is still training.
+    # Take the settings that the command leaves open from the runs, or from the images. Only the main process looks for
+    # checkpoints, because others could find different ones while a run is still training.
     folders = on_main(lambda: resolve_checkpoints(cfg))
     for folder in folders:
         check_shared(folder / store.MANIFEST, keys[0])
-    runs = {folder: load_config(folder) for folder in folders}
-    images = None
+    images, recipes = None, choose_recipes(cfg, folders)
     if cfg.images:
         settings = {"convert_to_rgb": cfg.convert_to_rgb, "background": cfg.evaluation.background or "white"}
         images = open_on_all_processes(cfg.images, "images", **settings)
-    background = images.background if images else None
-    filled = [with_settings_of_run(cfg, run) for run in runs.values()] or [with_settings_of_run(cfg, None, background)]
-    for other in filled:
-        if changed := differences(filled[0], other):
+        if len(images) < 2:
+            problem = "holds only one image, and a Frechet distance needs 2" if len(images) else "holds statistics but no images"
+            raise UserError(f"images={cfg.images} {problem}")
+    chosen = [own for own, _, _ in recipes] or [cfg.of_images(len(images), images.background)]
+    for own in chosen:
+        if changed := differences(
+            *({"evaluation": one.evaluation.model_dump(exclude={"num_samples"})} for one in (chosen[0], own))
+        ):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
-    cfg = filled[0]
+    evaluation = chosen[0].evaluation
     if images is not None:
-        if background is not None and not are_same_colour(background, cfg.evaluation.background):
-            made = f"images={cfg.images} was made with background={background}"
-            raise UserError(f"{made}, but evaluation.background={cfg.evaluation.background}")
-        if len(images) == 0:
-            raise UserError(f"images={cfg.images} holds statistics but no images")
-    num_samples = cfg.num_samples or (50_000 if images is None else len(images))
-    if images and num_samples > len(images):
-        raise UserError(f"num_samples={num_samples}, but {cfg.images} holds {len(images)} images; make more, or lower it")
-    if num_samples < 2:
-        raise UserError(f"num_samples={num_samples}: a Frechet distance needs at least 2 images; papers use 50,000")
+        if images.background is not None and not are_same_colour(images.background, evaluation.background):
+            made = f"images={cfg.images} was made with background={images.background}"
+            raise UserError(f"{made}, but evaluation.background={evaluation.background}")
+        if evaluation.num_samples > len(images):
+            problem = f"{cfg.images} holds {len(images)} images; make more, or lower it"
+            raise UserError(f"evaluation.num_samples={evaluation.num_samples}, but {problem}")
+    use_machine(chosen[0].machine, accelerator.device)
+    log_compile_mode(chosen[0].machine.compile, accelerator.device)
 
     # Open the reference.
+    runs = {folder: load_config(folder) for folder in folders}
     sizes = {run.data.resolution: folder for folder, run in runs.items()}
     if len(sizes) > 1:
         raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
     resolution = images.shape[1] if images else next(iter(sizes))
-    detectors = cfg.evaluation.all_detectors
     encoded_with = on_main(lambda: settings_of_latents(runs.values()))
-    reference = open_reference(cfg.reference, "reference", detectors, resolution, cfg.evaluation.background, encoded_with)
+    needs = evaluation.all_detectors, resolution, evaluation.background, encoded_with
+    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
 
     # Evaluate the points, and write the results.
     outputs = {folder: results_folder(folder) for folder in folders} or {None: folder_for_images(cfg.images)}
@@ -95,22 +99,19 @@ def main(cfg: FidConfig) -> float | None:
     if images and images.path.resolve() in ((output := outputs[None]).resolve(), *output.resolve().parents):
         # Otherwise, results.png would become an image.
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    evaluator = PointEvaluator(cfg, accelerator, folders, images, reference, outputs)
-    evaluated, metric = evaluator.evaluate(evaluator.points(), num_samples), metrics_for(detectors[0])[0].name
+    points = [point_of_images(chosen[0], images, reference)] if images else points_of_recipes(recipes, reference)
+    evaluated = PointEvaluator(accelerator, evaluation, points, reference, images, outputs, cfg.output is not None).evaluate()
+    metric = metrics_for(evaluation.all_detectors[0])[0].name
 
     def write() -> float | None:
-        table, lines = write_all(evaluated, metric)
-        sys.stdout.write(table)
-        return min((line["metrics"][metric] for line in lines if metric in line["metrics"]), default=None)
+        for results in dict.fromkeys(results for _, results in evaluated):
+            own = [(point.wanted, point.shown) for point, other in evaluated if other is results]
+            write_tables(results, own, metric)
+        found = [(record, point.shown) for point, results in evaluated if (record := results.find(point.wanted))]
+        sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
+        return lowest(record for record, _ in found)
 
     return on_main(write)
-
-
-def keys_of_sampling(cfg: FidConfig) -> list[str]:
-    """Return the keys that have no effect on images on disk, and that differ from their values in configs/."""
-    default = OmegaConf.merge(*(OmegaConf.load(REPOSITORY / "configs" / f"{name}.yaml") for name in ("sampling", "fid")))
-    typed = {key: value for key, value in cfg if key not in cfg.keys_for_images and value != default.get(key)}
-    return [key for key, value in typed.items() if key != "guidance" or value[0].name != "none"]
 
 
 def settings_of_latents(runs: Iterable[TrainConfig]) -> dict[str, object]:
@@ -128,30 +129,13 @@ def resolve_checkpoints(cfg: FidConfig) -> list[Path]:
     """Find the checkpoints that the command names, and verify the files that sampling reads."""
     from checkpoints import store
 
-    reads = store.files_for_sampling(as_list(cfg.weights), cfg.ema_length is not None)
+    reads = store.files_for_sampling(as_list(cfg.sampling.weights or "ema"), cfg.sampling.ema_length is not None)
     if cfg.checkpoints is None:
         return [store.resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
     folders = store.verify_all(Path(cfg.checkpoints) / "checkpoints", reads)
     if not folders:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
     return folders
-
-
-def with_settings_of_run(cfg: FidConfig, run: TrainConfig | None, background: str | None = None) -> FidConfig:
-    """Fill in unset evaluation settings from the run. `detector_weights` applies only to the run's own detector.
-
-    Args:
-        cfg: Settings of the command.
-        run: Settings of the run, or None for images on disk.
-        background: Colour behind these images, if it is known.
-    """
-    typed, stored = cfg.evaluation.model_dump(), run.evaluation.model_dump() if run else {}
-    if typed["detector"] not in (None, stored.get("detector")):
-        stored["detector_weights"] = None
-    evaluation = {key: value or stored.get(key) for key, value in typed.items()}
-    evaluation["background"] = evaluation["background"] or background or "white"
-    update = {"evaluation": cfg.evaluation.model_copy(update=evaluation), "reference": evaluation["reference"]}
-    return cfg.model_copy(update=update)
 
 
 def folder_for_images(images: str) -> Path:

@@ -1,8 +1,8 @@
 """Sample images from a checkpoint.
 
     python sample.py checkpoint=runs/digits_tread seeds=0-49 classes=0-9
-    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg cfg_scale=2 num_steps=30
-    accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 batch_size=128
+    python sample.py checkpoint=runs/digits_tread/checkpoints/step_0001000 guidance=cfg guidance.cfg_scale=2 sampler.num_steps=30
+    accelerate launch --num_processes 8 sample.py checkpoint=runs/in256 seeds=0-49999 sampling.batch_size=128
 
 An image depends on its seed and the settings. On a CPU, the batch size and the number of processes change pixels by at most one
 grey level. The command writes a PNG per seed, a labelled grid and an .npz in ADM's format. Rerun it to add missing images.
@@ -58,16 +58,18 @@ def main(cfg: SampleConfig) -> None:
     from checkpoints.load import load_config
     from checkpoints.resume import resolve_checkpoint_on_main
     from runtime.compilation import log_compile_mode
-    from runtime.machine import start_accelerator
+    from runtime.machine import start_accelerator, use_machine
     from runtime.processes import check_shared, on_main, wait_for_all
     from sampling.recipe import Recipe
 
-    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32)
-    log_compile_mode("compile", cfg.compile, accelerator.device)
-    reads = store.files_for_sampling([cfg.weights], cfg.ema_length is not None)
+    accelerator = start_accelerator(cfg.machine.cpu_threads)
+    reads = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint_on_main(cfg.checkpoint, "checkpoint", reads)
     run = load_config(checkpoint)
-    recipe = Recipe.for_checkpoint(checkpoint, cfg, run.sample.precision)
+    cfg = cfg.of_run(run, store.read_step(checkpoint))
+    use_machine(cfg.machine, accelerator.device)
+    log_compile_mode(cfg.machine.compile, accelerator.device)
+    recipe = Recipe.for_checkpoint(checkpoint, run, cfg)
     names = on_main(lambda: find_class_names(run.data, checkpoint))
     cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
@@ -81,9 +83,10 @@ def main(cfg: SampleConfig) -> None:
         missing = on_main(lambda: [seed for seed, file in files.items() if not file.exists()])
         log.info("%s: %d of %d images to make, in %s", checkpoint, len(missing), len(files), output)
         if missing:
-            sampler = recipe.load_sampler(accelerator.device, cfg.compile)
+            sampler = recipe.load_sampler(accelerator.device, cfg.machine.compile)
             mine = missing[accelerator.process_index :: accelerator.num_processes]
-            make_images(sampler, {seed: labels[seed] for seed in mine}, files, cfg.batch_size, accelerator.is_main_process)
+            size, is_main = cfg.sampling.batch_size, accelerator.is_main_process
+            make_images(sampler, {seed: labels[seed] for seed in mine}, files, size, is_main)
             cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
             log.info(f"cost     {cost}", sampler.cost)
         wait_for_all()
@@ -128,7 +131,7 @@ def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
         raise UserError(f"seeds= and num_samples={cfg.num_samples} both choose the images: give one of them")
     seeds = cfg.seeds or range(cfg.num_samples or 50)
     if cfg.classes is None:
-        return draw_labels(seeds, num_classes, cfg.labels)
+        return draw_labels(seeds, num_classes, cfg.sampling.labels)
     if max(cfg.classes) >= num_classes:
         raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
     labels = {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
@@ -155,29 +158,27 @@ def name_files(output: Path, labels: dict[int, int], names: list[str] | None) ->
 
 def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
-    has_weak = getattr(recipe.guidance, "checkpoint", None) is not None  # its hash is in `recipe.checkpoint_hash`
+    sampling = recipe.sampling
     return ImageSettings(
-        checkpoint=recipe.checkpoint_hash,
+        checkpoint=recipe.checkpoint_hash + (recipe.ema_hash or ""),
         weights=recipe.weights,
-        ema_length=cfg.ema_length,
-        labels=None if cfg.classes else cfg.labels,
+        ema_length=sampling.ema_length,
+        labels=None if cfg.classes else sampling.labels,
         classes=cfg.classes,
-        autoencoder=recipe.autoencoder,
-        guidance=recipe.guidance.model_copy(update={"checkpoint": "as above"}) if has_weak else recipe.guidance,
-        sampler=vars(recipe.diffusion.sampler),
-        precision=recipe.precision,
+        autoencoder=sampling.autoencoder,
+        guidance=recipe.guidance.model_copy(update={"checkpoint": recipe.weak_hash}) if recipe.weak_hash else recipe.guidance,
+        sampler=vars(recipe.sampler),
+        precision=sampling.precision,
+        rounding=sampling.rounding,
         autoencoder_hash=recipe.autoencoder_hash,
     )
 
 
 def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
-    """Read a folder's settings.yaml. Settings that it lacks have their defaults, which earlier versions used."""
+    """Read a folder's settings.yaml. Settings that it lacks have their defaults."""
     source = f"{folder / 'settings.yaml'} (choose another output=...)"
     stored = read_stored(read_yaml(folder / "settings.yaml", source), ImageSettings, source)
-    update = {"sampler": vars(type(recipe.diffusion.sampler)()) | stored.sampler}
-    if stored.autoencoder_hash is None:  # earlier versions did not store it
-        update["autoencoder_hash"] = recipe.autoencoder_hash
-    return stored.model_copy(update=update)
+    return stored.model_copy(update={"sampler": vars(type(recipe.sampler)()) | stored.sampler})
 
 
 def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) -> Path:
@@ -196,7 +197,7 @@ def default_output(checkpoint: Path, settings: ImageSettings, recipe: Recipe) ->
         with contextlib.suppress(UserError):  # other folders
             if folder.name.startswith(name) and read_settings(folder, recipe) == settings:
                 return folder
-    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_settings(recipe.diffusion)}
+    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_settings(recipe.sampler)}
     return parent / f"{name}{hash_bytes(json.dumps(changed).encode())[:6]}"
 
 

@@ -30,12 +30,13 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> float | None:
-    """Train a run. Return the metric that sweepers minimise (`RunFolder.objective_at`), or None without evaluations."""
+    """Train a run. Return the metric of its last step that sweepers minimise (`record.lowest`), or None without evaluations."""
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
     from checkpoints.resume import check_initial, open_existing_run, select_initial_checkpoint, start_run
     from checkpoints.run import RunFolder
+    from evaluations.record import lowest
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
@@ -51,11 +52,11 @@ def main(cfg: TrainConfig) -> float | None:
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
     cfg, dataset = build.open_data(cfg)
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
-    train = cfg.train
-    accelerator = start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision, log_with=log_with)
+    train, machine = cfg.train, cfg.machine
+    accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)
     processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes, accelerator.distributed_type)
-    check_machine(train, accelerator.device, accelerator.num_processes)
+    check_machine(cfg, accelerator.device, accelerator.num_processes)
     processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
     initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state, partial(check_initial, cfg=cfg))
@@ -95,8 +96,8 @@ def main(cfg: TrainConfig) -> float | None:
     evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
 
     def objective() -> float | None:
-        wanted = [{**fields, "step": train.num_steps} for hook in evaluations for fields in hook.identify(trainer)]
-        return run.objective_at(train.num_steps, wanted) if cfg.eval.every else None
+        records = [hook.results.find(wanted) for hook in evaluations for wanted in hook.wanted(trainer)]
+        return lowest(record for record in records if record is not None)
 
     return processes.on_main(objective)
 

@@ -57,7 +57,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
                 if (last := run.reached_checkpoint()) is None:
                     return
                 reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
-        if run.metrics.exists() and run.metrics.stat().st_size > 0:
+        if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):
             run.rename_results(reason)
         run.has_saved.unlink(missing_ok=True)
 

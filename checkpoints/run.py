@@ -7,9 +7,9 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -27,6 +27,7 @@ from common.files import (
 )
 from common.types import FiniteFloat, NonNegativeInt, PositiveFloat
 from configs.settings import validate
+from evaluations.record import Results
 
 log = logging.getLogger(__name__)
 
@@ -42,33 +43,12 @@ class TrainingLine(BaseModel, strict=True):
     steps_per_sec: PositiveFloat
 
 
-class EvaluationLine(BaseModel, strict=True):
-    """A line of metrics.jsonl with metrics of samples or held-out latents, and the settings that identify the evaluation."""
-
-    step: NonNegativeInt
-    num_samples: NonNegativeInt
-    cfg_scale: FiniteFloat | None = None  # other guidance has `guidance` and its settings instead
-    metrics: dict[str, FiniteFloat]
-    settings: dict[str, Any] = {}
-
-
-# The kinds of lines in metrics.jsonl: the field that only lines of this kind have, and the fields that its readers need.
-KINDS = {"training": ("loss", TrainingLine), "evaluation": ("metrics", EvaluationLine)}
-
-
-def read_metrics(file: Path) -> dict[str, list[dict]]:
-    """Return the lines of a run's metrics.jsonl by their kind in KINDS. A missing file has no lines.
+def read_metrics(file: Path) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl. A missing file has no lines.
 
     Lines with a missing field or a number that is not finite are left out with a warning.
     """
-
-    def check(line: dict) -> None:
-        for name, fields in KINDS.values():
-            if name in line:
-                validate(line, fields)
-
-    lines = list(read_lines(file, check))
-    return {kind: [line for line in lines if name in line] for kind, (name, _) in KINDS.items()}
+    return list(read_lines(file, partial(validate, kind=TrainingLine)))
 
 
 def present_starts(starts: list[dict]) -> list[dict]:
@@ -86,7 +66,7 @@ def is_renamed(path: Path) -> bool:
 
 
 class RunFolder:
-    """A run folder with checkpoints/, samples/, metrics.jsonl and starts.jsonl. Only the main process writes to the folder."""
+    """A run folder with checkpoints/, samples/, evaluations/, metrics.jsonl and starts.jsonl. The main process writes it."""
 
     def __init__(self, output_dir: str, name: str):
         self.path = Path(output_dir) / name
@@ -96,6 +76,11 @@ class RunFolder:
         self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
         self.has_saved = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
+
+    @cached_property
+    def results(self) -> Results:
+        """The run's evaluations."""
+        return Results(self.path / "evaluations", self.path)
 
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
@@ -146,28 +131,11 @@ class RunFolder:
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
         return identifier
 
-    def has_evaluation(self, key_fields: dict) -> bool:
-        """Return whether metrics.jsonl contains an evaluation with these fields."""
-        return any(key_fields.items() <= line.items() for line in read_metrics(self.metrics)["evaluation"])
-
-    def objective_at(self, step: int, wanted: Sequence[dict] = ()) -> float | None:
-        """Return the first metric of the last evaluation at `step`, at the guidance scale where it is lowest.
-
-        If the run measures only the validation loss, return that loss. Return None without evaluations. If lines with the fields
-        of an entry in `wanted` exist, the others do not count: they are of other settings of the same run.
-        """
-        lines = [line for line in read_metrics(self.metrics)["evaluation"] if line["step"] == step and line["metrics"]]
-        lines = [line for line in lines if any(fields.items() <= line.items() for fields in wanted)] or lines
-        lines = [line for line in lines if "validation_loss" not in line["metrics"]] or lines
-        same = ("settings", "num_samples", "reference_hash")
-        alike = [line for line in lines if all(line.get(key) == lines[-1].get(key) for key in same)]
-        return min((next(iter(line["metrics"].values())) for line in alike), default=None)
-
     def reached_checkpoint(self) -> int | None:
         """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
         if not self.has_saved.exists():
             return None
-        return max((line["step"] for lines in read_metrics(self.metrics).values() for line in lines), default=0)
+        return max((line["step"] for line in read_metrics(self.metrics)), default=0)
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.
@@ -189,13 +157,14 @@ class RunFolder:
         return folder
 
     def delete_results_after(self, step: int) -> None:
-        """Delete incomplete metrics lines. Also delete metrics and grids after `step`, because the run will write them again."""
+        """Delete incomplete lines. Also delete metrics, evaluations and grids after `step`, which the run will write again."""
 
         def is_later(line: dict) -> bool:
             return isinstance(line.get("step"), (int, float)) and line["step"] > step  # the trainer writes no line without a step
 
         kept = [line for line in read_lines(self.metrics) if not is_later(line)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        self.results.forget_after(step)
         for file in self.samples.glob("step_*.png"):
             number = file.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user

@@ -145,7 +145,8 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, not is_sweep)
         if searcher and isinstance(settings, TrainConfig) and not settings.is_evaluated:
-            raise UserError("a search needs a metric, but the runs have no evaluations; set eval.every and evaluation.reference")
+            remedy = "set evaluation.every and evaluation.reference"
+            raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
         metric = main(settings)
         if "SUBMITIT_EXECUTOR" in os.environ:
             leave_processes()

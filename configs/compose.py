@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -26,7 +27,7 @@ NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in c
 def help_text(config_name: str) -> str:
     """Return Hydra's template for --help: the script's docstring, and the YAML files, which explain every key."""
     config_name = config_name if config_name in ("sample", "fid") else "config"  # train.py also takes files of the user's own
-    groups = {"config": ["*/*.yaml"]}.get(config_name, ["sampling.yaml", "guidance/*.yaml"])
+    groups = {"config": ["*/*.yaml"]}.get(config_name, ["sampling.yaml", "guidance/*.yaml", "diffusion/*.yaml"])
     files = [file for group in (f"{config_name}.yaml", *groups) for file in sorted(CONFIGS.glob(group))]
     files = [file for file in files if file.parent.name != "experiment"]
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
@@ -43,12 +44,11 @@ def name_of(path: str | None) -> str:
 OmegaConf.register_new_resolver(
     "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
 )
-OmegaConf.register_new_resolver(  # `cfg_scale`, the short form of guidance.cfg_scale in sample.py and fid.py, or a default value
-    "cfg_scale_or", lambda x, _root_: x if (given := OmegaConf.select(_root_, "cfg_scale")) is None else given, replace=True
-)
 OmegaConf.register_new_resolver("name_of", name_of, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
+# The group sampler of sample.py and fid.py accepts all keys, because they depend on the run. `_Command.of_run` checks them.
+ConfigStore.instance().store("sampler_of_run", DictConfig({"sampler": DictConfig({}, flags={"struct": False})}))
 
 
 def job_overrides() -> list[str]:
@@ -95,14 +95,22 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         quoted = value.strip("'").replace('"', r"\"")
         hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
         return f"{error.override} is not readable: quote text with special characters twice, as in {hint} ({text})"
-    if unknown := re.search(r"is not in struct full_key: (\S+)", text):
+    if "is not in struct" in text and (unknown := re.search(r"Could not override '([^']+)'", text)):
         pattern = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
         choices = [match[0] for override in overrides if (match := pattern.match(override))]  # model=dit of model=dit,tread
         try:
             known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
         except UserError:  # a choice that only --config-dir knows
             known = {}
-        return f"{unknown[1]} is not a key{nearest(unknown[1], [*known, *(key.partition('.')[0] for key in known)])}"
+        names = [*known, *(key.partition(".")[0] for key in known)]
+        # The keys of these groups depend on the method, and on the run's diffusion in sample.py and fid.py.
+        methods = {file.stem: OmegaConf.load(file) for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
+        names += [f"guidance.{key}" for method in methods.values() for key in method]
+        names += [f"sampler.{key}" for file in (CONFIGS / "diffusion").glob("*.yaml") for key in OmegaConf.load(file).sampler]
+        group, _, key = unknown[1].partition(".")
+        if group == "guidance" and (having := [name for name, method in methods.items() if key in method]):
+            return f"{unknown[1]} is a key of guidance={' or '.join(having)}; choose one of them in the command, too"
+        return f"{unknown[1]} is not a key{nearest(unknown[1], [name for name in names if name in known or '.' in name])}"
     if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
         return "experiment is set already, by default to null: write experiment=... without +"
     if "In 'experiment/bases/" in text:  # its own parts have other paths in a row

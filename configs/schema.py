@@ -2,8 +2,12 @@
 
 Each Hydra group has a class in this module. configs/*.yaml define the values of new runs and explain every key in a comment. A
 default in a class is the value that runs used before the key existed (see `configs.settings.read_stored`).
-Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`. Importing torch takes seconds, so
-the modules of the chosen network and diffusion are imported only after all other keys are validated.
+Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`, and `cfg.sampler` an
+`edm.EDM.Sampler`. Importing torch takes seconds, so the modules of the chosen network and diffusion are imported only after all
+other keys are validated.
+
+sample.py and fid.py have the groups sampler, sampling, guidance, evaluation and machine of train.py. There, a key that is null
+has the run's value (`of_run`).
 """
 
 from __future__ import annotations
@@ -11,19 +15,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic.fields import FieldInfo
 
 from common import types
 from common.errors import UserError
@@ -41,7 +39,7 @@ from common.roles import (
     roles_of,
 )
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
-from configs.settings import GROUPS, OneOrMany, Settings, as_list, flatten, nearest, validate
+from configs.settings import GROUPS, OneOrMany, Settings, as_list, fill, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 MAX_NAME_LENGTH = 60  # maximum number of characters in a generated run name
@@ -55,9 +53,10 @@ NETWORKS = {
     "lightningdit_tread": "extras.lightningdit",
     "lightningdit_sprint": "extras.sprint",
 }
-# Diffusion classes by diffusion.name. Each class has a `sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
+# Diffusion classes by diffusion.name. Each class has a `Sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
 Diffusion = Any  # an instance of a class in DIFFUSIONS
+Sampler = Any  # an instance of a diffusion's `Sampler`
 
 
 def parse_numbers(spec: str | int | list) -> list[int]:
@@ -84,6 +83,7 @@ def parse_classes(spec: str | int | list) -> list[int | str]:
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a covariance
 # Names that begin with a dot belong to the project, such as runs/.sweeps.
 FolderName = Annotated[str, types.matching(r"[^/\\.][^/\\]*", "a folder name without slashes and without a dot at its start")]
 Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
@@ -94,6 +94,7 @@ Classes = Annotated[list[int | str], BeforeValidator(parse_classes)]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile
+Rounding = Literal["round", "truncate"]  # see latents.autoencoders.to_uint8
 Labels = Literal["random", "balanced"]  # see sampling.sampler.draw_labels
 EMALength = Annotated[float, Field(gt=0, le=0.28)]  # see extras.posthoc_ema
 
@@ -148,7 +149,6 @@ class Data(Settings):
 
     name: Reported[FolderName]
     path: Free[Text | None]
-    autoencoder: Reported[AutoencoderSpec | None]
     in_channels: SameLatents[PositiveInt | None]
     input_size: SameLatents[PositiveInt | None]
     num_classes: SameClasses[PositiveInt | None]
@@ -223,6 +223,18 @@ class Autoguidance(Bounded):
 Guidance = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
 
 
+def combinations(chosen_from: object) -> list[dict]:
+    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
+    if not isinstance(chosen_from, dict):  # the list that a run stores
+        return chosen_from
+    if empty := [key for key, values in chosen_from.items() if values == []]:
+        raise UserError(f"{empty[0]}=[] lists no value")
+    return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
+
+
+Guidances = Annotated[list[Guidance], BeforeValidator(combinations), Field(min_length=1)]  # the keys of the group may be lists
+
+
 class Train(Settings):
     num_steps: Reported[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: SameRun[PositiveInt]
@@ -239,12 +251,9 @@ class Train(Settings):
     ema_lengths: SameState[list[EMALength]]
     ema_snapshot_every: Free[PositiveInt | None]
     precision: Trained[Precision]
-    tf32: Trained[bool]
-    compile: Free[Compile]
     cuda_graphs: Free[Literal["auto", "none", "step"]] = "auto"
     activation_checkpointing: Free[Literal["none", "blocks"]]
     activation_memory_budget: Free[Annotated[float, Field(ge=0, le=1)]]
-    cpu_threads: Free[PositiveInt | None]
     log_every: Free[PositiveInt]
 
     @model_validator(mode="after")
@@ -260,44 +269,49 @@ class CheckpointSettings(Settings):
     keep_every: NonNegativeInt | None
 
 
-class Sample(Settings):
-    every: Free[NonNegativeInt | None]
-    num_samples: Free[Annotated[int, Field(ge=1, le=10**4)]]  # one grid shows all samples
-    batch_size: Free[PositiveInt]
-    precision: Free[Precision]
-    rounding: Reported[Literal["round", "truncate"]]
+class SampleGrid(Settings):
+    every: NonNegativeInt | None
+    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one grid shows all samples
 
 
-class Eval(Settings):
-    every: Free[NonNegativeInt | None]
-    num_samples: Free[PositiveInt]
-    final_num_samples: Free[PositiveInt | None]
-    labels: Reported[Labels]
-    cfg_scales: Free[Annotated[list[FiniteFloat], Field(min_length=1)]]
-    num_steps: Reported[PositiveInt | None]
-    batch_size: Free[PositiveInt]
-    precision: Reported[Precision]
-    validation: Free[Text | None]
-    guidance: Free[Guidance] = Disabled(name="none")
-
-    @field_validator("guidance", mode="before")
-    @classmethod
-    def _check_guidance_is_a_group(cls, value: object) -> object:
-        if isinstance(value, str):
-            raise ValueError(f"{value} is the name of a group of keys; use guidance@eval.guidance={value}")
-        return value
+class Sampling(Settings):
+    labels: Labels
+    precision: Precision
+    rounding: Rounding
+    batch_size: PositiveInt
+    autoencoder: AutoencoderSpec | None
 
 
-class EvaluationSettings(Settings):
-    detector: Reported[OneOrMany[Detector] | None]
-    detector_weights: Free[Text | None]
-    dinov2_weights: Free[Text | None]
-    background: Free[Colour | None]
-    reference: Free[Text | None] = None
+class Measuring(Settings):
+    """The keys of the group evaluation that train.py and fid.py share."""
+
+    num_samples: NumSamples
+    first_seed: NonNegativeInt
+    detector: OneOrMany[Detector]
+    detector_weights: Text | None
+    dinov2_weights: Text | None
+    background: Colour | None
+    reference: Text | None
 
     @property
     def all_detectors(self) -> list[str]:
-        return as_list(self.detector or "inception")
+        return as_list(self.detector)
+
+
+class EvaluationSettings(Measuring):
+    every: NonNegativeInt | None
+    final_num_samples: NumSamples | None
+    validation: Text | None
+
+    def num_samples_at(self, step: int, last_step: int | None) -> int:
+        """Return the number of samples of an evaluation after `step`, in a run that ends after `last_step`."""
+        return (step == last_step and self.final_num_samples) or self.num_samples
+
+
+class Machine(Settings):
+    compile: Free[Compile]
+    tf32: Trained[bool]
+    cpu_threads: Free[PositiveInt | None]
 
 
 class Wandb(Settings):
@@ -317,32 +331,36 @@ class TrainConfig(Settings):
     data: Data
     diffusion: SameRun[Diffusion]
     alignment: SameState[Alignment]
-    guidance: Free[Guidance]
     train: Train
     checkpoint: Free[CheckpointSettings]
-    sample: Sample
-    eval: Eval
-    evaluation: EvaluationSettings
+    sample_grid: Free[SampleGrid]
+    sampler: Free[Sampler]  # a record of an evaluation has its own settings of these four groups
+    sampling: Free[Sampling]
+    guidance: Free[Guidances]
+    evaluation: Free[EvaluationSettings]
+    machine: Machine
     wandb: Free[Wandb]
 
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:
-        """Validate the backbone and the diffusion settings. Both checks import the chosen modules."""
+        """Validate the backbone, the diffusion and the sampler, whose checks import the chosen modules."""
         name, known = self.model.backbone, self.model.module.BACKBONES
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
-        if isinstance(self.diffusion, dict):
-            if (name := str(self.diffusion.get("name"))) not in DIFFUSIONS:
-                raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
-            kind = resolve_name(DIFFUSIONS[name])
-            checked = create_model("Chosen", __base__=Settings, diffusion=(kind, ...))
-            object.__setattr__(self, "diffusion", validate({"diffusion": self.diffusion}, checked).diffusion)
-        return self
+        if not isinstance(self.diffusion, dict):
+            return self
+        if (name := str(self.diffusion.get("name"))) not in DIFFUSIONS:
+            raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
+        kind = resolve_name(DIFFUSIONS[name])
+        chosen = create_model("Chosen", __base__=Settings, diffusion=(kind, ...), sampler=(kind.Sampler, ...))
+        checked = validate({"diffusion": self.diffusion, "sampler": self.sampler}, chosen)
+        return self.model_copy(update={"diffusion": checked.diffusion, "sampler": checked.sampler})
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the run evaluates samples or the validation loss. With data=custom, eval.every may be None until the start."""
-        return bool(self.evaluation.reference or self.eval.validation) if self.eval.every is None else self.eval.every > 0
+        """Whether the run evaluates samples or the validation loss. With data=custom, `every` may be None until the start."""
+        is_possible = self.evaluation.reference or self.evaluation.validation
+        return bool(is_possible) if self.evaluation.every is None else self.evaluation.every > 0
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
         """Append the overridden keys and their values to the default run name, unless the user set a name.
@@ -369,49 +387,59 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
 
-class _Sampling(Settings):
-    """Keys that sample.py and fid.py share. `sampling.recipe` checks `model_extra` against the checkpoint's sampler.
+def or_of_run(kind: type[Settings]) -> type[Settings]:
+    """Return a class of settings in which every key of `kind` may also be None, which stands for the run's value."""
 
-    `cfg_scale` is a short form: the composed `guidance.cfg_scale` refers to it.
-    """
+    def accept_none(field: FieldInfo) -> Any:
+        checked = Annotated.__class_getitem__((field.annotation, *field.metadata)) if field.metadata else field.annotation
+        return checked | None
 
-    model_config = ConfigDict(extra="allow")
+    fields = {name: (accept_none(field), ...) for name, field in kind.__pydantic_fields__.items()}
+    return create_model(f"{kind.__name__}OrOfRun", __base__=kind, **fields)
+
+
+class _Command(Settings):
+    """The groups that sample.py and fid.py share with train.py."""
+
     output: Text | None
-    labels: Labels
-    autoencoder: AutoencoderSpec | None
-    batch_size: PositiveInt
-    precision: Precision | None
-    tf32: bool
-    compile: Compile
-    cpu_threads: PositiveInt | None
+    sampler: dict[str, Any]  # `of_run` checks these keys, because they depend on the run's diffusion
+    machine: or_of_run(Machine)
 
-    @model_validator(mode="after")
-    def _check_short_forms(self) -> _Sampling:
-        guidances, scale = as_list(self.guidance), self.cfg_scale
-        if scale is not None and not getattr(self, "images", None):
-            if not hasattr(guidances[0], "cfg_scale"):
-                raise ValueError(f"cfg_scale={scale} needs guidance=cfg, interval or path_drop, not guidance={guidances[0].name}")
-            check_short_form("cfg_scale", scale, "guidance.cfg_scale", [*dict.fromkeys(g.cfg_scale for g in guidances)])
-        return self
+    def of_run(self, run: TrainConfig, step: int) -> Any:
+        """Return these settings with the run's value for every key that is None, as the run samples and evaluates at `step`.
 
-
-def check_short_form(short: str, value: object, key: str, values: list) -> None:
-    """Raise ValueError if a short form and its key are both set, to different values."""
-    if as_list(value) != values:
-        other = values[0] if len(values) == 1 else values
-        raise ValueError(f"{short}={value} and {key}={other} set the same thing; give one of them")
+        Raises UserError if the sampler of the run's diffusion has no such key, or does not accept its value.
+        """
+        if unknown := [key for key in self.sampler if not hasattr(run.sampler, key)]:
+            names = ", ".join(vars(run.sampler))
+            owner = f"the sampler of diffusion={run.diffusion.name}"
+            raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
+        given = {key: value for key, value in self.sampler.items() if value is not None}
+        checked = create_model("Chosen", __base__=Settings, sampler=(type(run.sampler), ...))
+        groups = {
+            "sampler": validate({"sampler": vars(run.sampler) | given}, checked).sampler,
+            "sampling": fill(self.sampling, {"weights": "ema", "ema_length": None, **dict(run.sampling)}),
+            "machine": fill(self.machine, dict(run.machine)),
+        }
+        return self.model_copy(update=groups)
 
 
-class SampleConfig(_Sampling):
-    checkpoint: Checkpoint
-    weights: Weights
+class SamplingFromCheckpoint(or_of_run(Sampling)):
+    weights: Weights | None
     ema_length: EMALength | None
+
+
+class SampleConfig(_Command):
+    checkpoint: Checkpoint
     num_samples: PositiveInt | None
     seeds: Numbers | None
     classes: Classes | None
-    guidance: Guidance
-    cfg_scale: FiniteFloat | None
     npz: bool
+    sampling: SamplingFromCheckpoint
+    guidance: Guidance | None = None
+
+    def of_run(self, run: TrainConfig, step: int) -> SampleConfig:
+        return super().of_run(run, step).model_copy(update={"guidance": self.guidance or run.guidance[-1]})
 
 
 class ImageSettings(Settings):
@@ -426,45 +454,54 @@ class ImageSettings(Settings):
     guidance: Guidance
     sampler: dict[str, Any]
     precision: Precision
+    rounding: Rounding
     autoencoder_hash: str | None = None  # hash of its files if they are local
 
 
-def combinations(chosen_from: dict) -> list[dict]:
-    """Return every combination of one value per key: {a: [1, 2], b: 3} -> [{a: 1, b: 3}, {a: 2, b: 3}]."""
-    if empty := [key for key, values in chosen_from.items() if values == []]:
-        raise UserError(f"{empty[0]}=[] lists no value")
-    return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
+class SamplingFromCheckpoints(or_of_run(Sampling)):
+    weights: OneOrMany[Weights] | None
+    ema_length: OneOrMany[EMALength] | None
 
 
-class FidConfig(_Sampling):
-    # The keys that apply to images on disk. All other keys apply only to sampling from checkpoints.
-    keys_for_images: ClassVar = {
-        "images", "convert_to_rgb", "reference", "evaluation", "num_samples", "batch_size", "cpu_threads", "output",
-    }  # fmt: skip
-
+class FidConfig(_Command):
     checkpoint: OneOrMany[Text] | None
     checkpoints: Text | None
     images: Text | None
-    reference: Text | None
-    num_samples: PositiveInt | None
-    first_seed: NonNegativeInt
-    weights: OneOrMany[Weights]
-    ema_length: OneOrMany[EMALength] | None
-    guidance: Annotated[list[Guidance], BeforeValidator(combinations)]  # values may be lists
-    cfg_scale: OneOrMany[FiniteFloat] | None
     convert_to_rgb: bool
-    evaluation: EvaluationSettings
+    sampling: SamplingFromCheckpoints
+    guidance: Guidances | None = None
+    evaluation: or_of_run(Measuring)
 
-    @model_validator(mode="after")
-    def _check_reference(self) -> FidConfig:
-        if self.reference is not None:
-            check_short_form("reference", self.reference, "evaluation.reference", [self.evaluation.reference])
-        return self
+    def of_run(self, run: TrainConfig, step: int) -> FidConfig:
+        values = dict(run.evaluation) | {"num_samples": run.evaluation.num_samples_at(step, run.train.num_steps)}
+        values["background"] = values["background"] or "white"  # runs of imported weights have none
+        if not {*run.evaluation.all_detectors} <= {*as_list(self.evaluation.detector or run.evaluation.detector)}:
+            values["detector_weights"] = None  # the run's file belongs to the run's detector
+        return super().of_run(run, step).model_copy(update={"evaluation": fill(self.evaluation, values)})
 
-    def choices(self) -> list[FidConfig]:
-        """Return one configuration for each combination of weights, ema_length, guidance and sampler settings."""
-        listed = {key: getattr(self, key) for key in ("weights", "ema_length", "guidance")} | self.model_extra
-        return [self.model_copy(update=choice) for choice in combinations(listed)]
+    def of_images(self, number: int, background: str | None) -> FidConfig:
+        """Return these settings for images on disk, with the background that they state."""
+        values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
+        update = {"evaluation": fill(self.evaluation, values), "machine": fill(self.machine, {"compile": "auto", "tf32": True})}
+        return self.model_copy(update=update | {"sampling": fill(self.sampling, {"batch_size": 64})})
+
+    def keys_of_sampling(self) -> list[str]:
+        """Return the keys that are set and have no effect on images on disk."""
+        groups = {
+            "sampler": self.sampler,
+            "sampling": self.sampling.model_dump(exclude={"batch_size"}),
+            "guidance": self.guidance,
+            "evaluation": self.evaluation.model_dump(include={"first_seed"}),
+            "machine": self.machine.model_dump(include={"compile"}),
+        }
+        return [key for key, value in flatten(groups).items() if value not in (None, {})]
+
+    def choices(self, run: TrainConfig) -> Iterator[FidConfig]:
+        """Yield a configuration for each combination of the listed weights, lengths, guidances and sampler settings."""
+        weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
+        for chosen, guidance, sampler in itertools.product(weights, self.guidance or run.guidance, combinations(self.sampler)):
+            sampling = self.sampling.model_copy(update=chosen)
+            yield self.model_copy(update={"sampling": sampling, "guidance": guidance, "sampler": sampler})
 
 
 def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:

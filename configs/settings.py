@@ -33,6 +33,11 @@ def as_list(value: T | list[T]) -> list[T]:
     return value if isinstance(value, list) else [value]
 
 
+def fill(settings: S, values: Mapping[str, object]) -> S:
+    """Return settings with the value in `values` for every key that is None."""
+    return settings.model_copy(update={key: values[key] for key, value in settings if value is None and key in values})
+
+
 def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyType({})) -> T:
     """Convert `raw` to an instance of a settings class or dataclass.
 

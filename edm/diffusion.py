@@ -6,31 +6,31 @@ Shapes: B is the batch size. Latents have C channels, height H and width W. The 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Reported, SameLatents, SameWeights
+from common.roles import SameLatents, SameWeights
 from common.types import FiniteFloat, PositiveFloat, settings
 from edm.sampler import HeunSampler
 
 
 @settings
 class EDM:
-    """EDM's preconditioning, loss and sampler, without parameters. The network can be any callable net(x, c_noise, y, **kwargs).
+    """EDM's preconditioning and loss, without parameters. The network can be any callable net(x, c_noise, y, **kwargs).
 
     Attributes:
         sigma_data: Standard deviation of the latents.
         P_mean, P_std: Mean and standard deviation of ln(sigma), which is normally distributed in training.
-        sampler: Heun sampler and its settings.
+        Sampler: Class of the sampler and its settings.
     """
 
     sigma_data: SameWeights[PositiveFloat] = 0.5
     P_mean: FiniteFloat = -1.2
     P_std: PositiveFloat = 1.2
-    sampler: Reported[HeunSampler] = HeunSampler()
     name: SameLatents[Literal["edm"]] = "edm"  # selected with diffusion=edm
+    Sampler: ClassVar = HeunSampler
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return c_skip, c_out, c_in and c_noise (Table 1, column "Ours"). Each coefficient has the shape of sigma."""

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Reported, SameLatents
+from common.roles import SameLatents
 from common.types import Steps, settings
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # from arXiv 2006.11239, section 4; DiT uses the same values
@@ -110,10 +110,10 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
 
 @settings
 class DDPM:
-    """DDPM's denoiser and sampler, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
+    """DDPM's denoiser, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 
-    sampler: Reported[AncestralSampler] = AncestralSampler()
     name: SameLatents[Literal["ddpm"]] = "ddpm"  # selected by diffusion=ddpm
+    Sampler: ClassVar = AncestralSampler
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15). If the network learned a variance, also return v.

@@ -67,16 +67,18 @@ def check_and_hash(folder: Path, weights: str, length: float) -> str:
         UserError: If the run tracked no averages around this length or saved too few snapshots, or if `weights` is not `ema`.
     """
     if weights != "ema":
-        raise UserError(f"ema_length={length:g} needs weights=ema, not {weights}")
+        raise UserError(f"sampling.ema_length={length:g} needs sampling.weights=ema, not {weights}")
     if f"{TRACKED_EMA}.safetensors" not in store.read_listed_hashes(folder):
-        raise UserError(f"ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages")
+        raise UserError(
+            f"sampling.ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages"
+        )
     files, lengths, _, error = fit_snapshots(folder, length)
     if not min(lengths) <= length <= max(lengths):
-        raise UserError(f"ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
+        raise UserError(f"sampling.ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
     if error > MAX_ERROR:
         reason = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
         remedy = "a run needs more (train.ema_snapshot_every)"
-        raise UserError(f"ema_length={length:g}: {reason}, more than {MAX_ERROR:.0%}; {remedy}")
+        raise UserError(f"sampling.ema_length={length:g}: {reason}, more than {MAX_ERROR:.0%}; {remedy}")
     return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
 
 

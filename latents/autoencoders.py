@@ -154,7 +154,7 @@ def known_scaling(spec: str) -> Scaling | None:
 
 @functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
-    """Build an autoencoder. `spec` is identity, sd-vae:<hub id or folder> or va-vae:<file or folder>, as in data.autoencoder.
+    """Build an autoencoder. `spec` is identity, sd-vae:<hub id or folder> or va-vae:<file or folder>, as in sampling.autoencoder.
 
     Args:
         channels: Expected number of latent channels. None accepts any number of channels.

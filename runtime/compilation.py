@@ -60,9 +60,9 @@ def compile_network(net: dit.DiT, mode: str) -> None:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
-def why_no_cuda_graph(train, device: torch.device, num_processes: int) -> str | None:
+def why_no_cuda_graph(cfg, device: torch.device, num_processes: int) -> str | None:
     """Return why training steps do not run as CUDA graphs (training/step_graph.py), or None if they do."""
-    if train.cuda_graphs == "none":
+    if cfg.train.cuda_graphs == "none":
         return "train.cuda_graphs=none"
     if device.type != "cuda":
         return "there is no GPU"
@@ -70,31 +70,32 @@ def why_no_cuda_graph(train, device: torch.device, num_processes: int) -> str | 
         return "training runs in several processes"
     if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
         return "TORCHINDUCTOR_CUDAGRAPHS=1 already captures each block"
-    if train.cuda_graphs == "auto" and resolve_compile(train.compile, device) == "none":
+    if cfg.train.cuda_graphs == "auto" and resolve_compile(cfg.machine.compile, device) == "none":
         return "blocks are not compiled"
-    if train.cuda_graphs == "auto" and not AUTO_USES_CUDA_GRAPHS:
+    if cfg.train.cuda_graphs == "auto" and not AUTO_USES_CUDA_GRAPHS:
         return "no GPU has run them yet; train.cuda_graphs=step uses them"
     return None
 
 
-def check_machine(train, device: torch.device, num_processes: int) -> None:
+def check_machine(cfg, device: torch.device, num_processes: int) -> None:
     """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
-    log_compile_mode("train.compile", train.compile, device)
-    reason = why_no_cuda_graph(train, device, num_processes)
+    train = cfg.train
+    log_compile_mode(cfg.machine.compile, device)
+    reason = why_no_cuda_graph(cfg, device, num_processes)
     if reason and train.cuda_graphs == "step":
         raise UserError(f"train.cuda_graphs=step: {reason}; set train.cuda_graphs=none")
     if reason and train.cuda_graphs == "auto" and device.type == "cuda":
         log.info("train.cuda_graphs=auto uses no CUDA graphs: %s", reason)
-    if train.activation_memory_budget < 1 and resolve_compile(train.compile, device) == "none":
-        raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs train.compile=blocks")
+    if train.activation_memory_budget < 1 and resolve_compile(cfg.machine.compile, device) == "none":
+        raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs machine.compile=blocks")
     if device.type == "cuda" and train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(f"train.precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use train.precision=fp32")
 
 
-def log_compile_mode(key: str, mode: str, device: torch.device) -> None:
-    """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU. Messages start with `key`."""
+def log_compile_mode(mode: str, device: torch.device) -> None:
+    """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU."""
     if resolve_compile(mode, device) == "blocks":
-        log.info("%s=%s: the first step takes up to a minute longer, once", key, mode)
+        log.info("machine.compile=%s: the first step takes up to a minute longer, once", mode)
     elif mode == "auto" and device.type == "cuda":
         needs = "torch.compile needs triton, a C compiler (gcc) and Python's C headers (python3-dev)"
-        log.warning("%s=auto does not compile, so steps are slower: %s", key, needs)
+        log.warning("machine.compile=auto does not compile, so steps are slower: %s", needs)

@@ -139,6 +139,13 @@ def check_gpus() -> None:
         )
 
 
+def use_machine(settings, device: torch.device) -> None:
+    """Use the settings of the group machine that a command has taken from a run, after `start_accelerator`."""
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
+    choose_kernels(device, settings.tf32)
+
+
 def choose_kernels(device: torch.device, tf32: bool) -> None:
     """On CUDA, allow or forbid TF32 (10 mantissa bits) in float32 products and convolutions. Disable a faulty attention kernel.
 

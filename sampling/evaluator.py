@@ -38,21 +38,22 @@ from sampling.sampler import ImageSampler
 log = logging.getLogger(__name__)
 
 
-def build_detectors(settings: schema.EvaluationSettings, accelerator: Accelerator) -> list[Detector]:
+def build_detectors(settings: schema.Measuring, accelerator: Accelerator) -> list[Detector]:
     """Build the configured detectors on this process's device."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
-def hash_weights(settings: schema.EvaluationSettings) -> dict[str, str | None]:
-    """Return the hash of each configured weights file, or None if published weights are used."""
+def hash_weights(settings: schema.Measuring) -> dict[str, str]:
+    """Return the hash of each configured weights file. Published weights have none."""
     hashes = {}
     for key in ("detector_weights", "dinov2_weights"):
-        with as_user_error(f"evaluation.{key}={(file := getattr(settings, key))}"):
-            hashes[key] = file and hash_file(Path(file))
+        if (file := getattr(settings, key)) is not None:
+            with as_user_error(f"evaluation.{key}={file}"):
+                hashes[key] = hash_file(Path(file))
     return hashes
 
 
-def _build_detector(name: str, settings: schema.EvaluationSettings, accelerator: Accelerator) -> Detector:
+def _build_detector(name: str, settings: schema.Measuring, accelerator: Accelerator) -> Detector:
     if name == "digits" or name.startswith("small-"):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 

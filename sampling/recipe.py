@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from checkpoints.load import load_config, load_network
 from checkpoints.resume import resolve_checkpoint_on_main
 from common.errors import UserError
 from configs import schema
-from configs.settings import validate
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -31,74 +30,86 @@ class Recipe:
 
     Attributes:
         run: Configuration of the run that trains the network, with the data settings filled in.
-        diffusion: The run's diffusion, with the sampler settings to use.
+        sampler: Sampler of the run's diffusion, with the settings to use.
+        sampling: Settings of the group sampling. None of them is left to the run.
         guidance: Guidance settings. If they have a `checkpoint`, it is the verified folder of the weak checkpoint.
-        precision: Precision of the networks, `fp32` or `bf16`.
-        autoencoder: Name of the autoencoder that decodes the latents, in the form that `latents.autoencoders.build` accepts.
         checkpoint: Verified checkpoint folder, or None for a network in training.
         weights: Weights to load from the checkpoint, `ema` or `raw`.
-        checkpoint_hash: Hashes of the checkpoints, which identify them in results.
+        checkpoint_hash: Hash of the checkpoint, which identifies it in results.
+        weak_hash: Hash of the guidance method's weak checkpoint, or None.
+        ema_hash: Hash of the snapshots from which `average` is made, or None.
         average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
     run: schema.TrainConfig
-    diffusion: schema.Diffusion
+    sampler: schema.Sampler
+    sampling: schema.Sampling | schema.SamplingFromCheckpoint
     guidance: schema.Guidance
-    precision: str
-    autoencoder: str
     checkpoint: Path | None = None
     weights: str = "ema"
-    checkpoint_hash: str = ""
+    checkpoint_hash: str | None = None
+    weak_hash: str | None = None
+    ema_hash: str | None = None
     average: Any = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
-        check_guidance(self.guidance, self.run, self.diffusion)
+        check_guidance(self.guidance, self.run, self.sampler)
 
     @classmethod
-    def for_checkpoint(cls, folder: Path, command: schema.SampleConfig | schema.FidConfig, precision: str) -> Recipe:
-        """Build the recipe for a verified checkpoint and the settings of a command. Every process must call this method.
+    def for_checkpoint(cls, folder: Path, run: schema.TrainConfig, command: schema.SampleConfig | schema.FidConfig) -> Recipe:
+        """Build the recipe for a verified checkpoint of `run`. Every process must call this method.
 
         Args:
-            command: Settings with one value per key. If a sampler setting or `autoencoder` is None, the run's value is used.
-            precision: Precision to use if `command.precision` is None.
+            command: Settings of the command with one value per key, after `of_run`.
 
-        Raises:
-            UserError: The run's sampler, network or checkpoint does not support a setting, or some settings are incompatible.
+        Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        run, checkpoint_hash = load_config(folder), store.hash_checkpoint(folder)
-        guidance = with_weak_checkpoint(command.guidance, run)
-        if weak := weak_checkpoint(guidance):
-            checkpoint_hash += store.hash_checkpoint(weak)
-        average = None
-        if command.ema_length is not None:
-            from extras import posthoc_ema  # imported only for ema_length
+        chosen, more = command.sampling, {}
+        if chosen.ema_length is not None:
+            from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            average = posthoc_ema.Average(folder, command.ema_length)
+            more["average"] = posthoc_ema.Average(folder, chosen.ema_length)
             # One process looks for the snapshots, because others could find different ones while a run is still training.
-            checkpoint_hash += on_main(lambda: posthoc_ema.check_and_hash(folder, command.weights, command.ema_length))
-        diffusion, precision = with_sampler(run.diffusion, command.model_extra), command.precision or precision
-        autoencoder = command.autoencoder or run.data.autoencoder
-        files_hash = on_main(lambda: autoencoders.hash_local_files(autoencoder))  # one process reads the files
-        hashes = {"checkpoint_hash": checkpoint_hash, "autoencoder_hash": files_hash}
-        return cls(run, diffusion, guidance, precision, autoencoder, folder, command.weights, average=average, **hashes)
+            more["ema_hash"] = on_main(lambda: posthoc_ema.check_and_hash(folder, chosen.weights, chosen.ema_length))
+        more |= {"checkpoint": folder, "checkpoint_hash": store.hash_checkpoint(folder), "weights": chosen.weights}
+        return cls._build(run, command.sampler, chosen, command.guidance, more)
 
     @classmethod
-    def in_training(
-        cls, run: schema.TrainConfig, guidance: schema.Guidance, precision: str, num_steps: int | None = None
-    ) -> Recipe:
-        """Build the recipe for sampling from a network during training.
+    def in_training(cls, run: schema.TrainConfig, guidance: schema.Guidance) -> Recipe:
+        """Build the recipe for sampling from a network during training. Every process must call this method."""
+        return cls._build(run, run.sampler, run.sampling, guidance, {})
 
-        `num_steps` is the sampler's number of steps. If `num_steps` is None, the recipe uses the run's value.
-        """
-        diffusion, guidance = with_sampler(run.diffusion, {"num_steps": num_steps}), with_weak_checkpoint(guidance, run)
-        return cls(run, diffusion, guidance, precision, run.data.autoencoder)
+    @classmethod
+    def _build(cls, run: schema.TrainConfig, sampler: schema.Sampler, sampling, guidance: schema.Guidance, more: dict) -> Recipe:
+        guidance = with_weak_checkpoint(guidance, run)
+        weak = weak_checkpoint(guidance)
+        more["weak_hash"] = store.hash_checkpoint(weak) if weak else None
+        # One process reads the files.
+        more["autoencoder_hash"] = on_main(lambda: autoencoders.hash_local_files(sampling.autoencoder))
+        return cls(run, sampler, sampling, guidance, **more)
 
     def settings(self) -> dict:
-        """Return the settings under the names in results. Sampler settings with default values are omitted, except num_steps."""
-        ema_length = {"ema_length": self.average.length} if self.average else {}
-        return {"weights": self.weights, **guidance_settings(self.guidance), **sampler_settings(self.diffusion), **ema_length}
+        """Return what samples depend on besides the checkpoint, by the names in results.
+
+        Sampler settings with default values are omitted, except num_steps. `precision` is a metric, so that the networks'
+        precision is called `network_precision`.
+        """
+        settings = {
+            "weights": self.weights,
+            **guidance_settings(self.guidance),
+            **sampler_settings(self.sampler),
+            "ema_length": self.average and self.average.length,
+            "network_precision": self.sampling.precision,
+            "labels": self.sampling.labels,
+            "rounding": self.sampling.rounding,
+            "autoencoder": self.sampling.autoencoder,
+            "autoencoder_hash": self.autoencoder_hash,
+            "guidance.checkpoint_hash": self.weak_hash,
+            "ema_hash": self.ema_hash,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def network(self) -> tuple[Path | None, Any]:
@@ -109,7 +120,7 @@ class Recipe:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(*self.network, device, compile_mode)
-        decoder = autoencoders.build(self.autoencoder, device, self.run.data.in_channels)
+        decoder = autoencoders.build(self.sampling.autoencoder, device, self.run.data.in_channels)
         return self.build_sampler(net, decoder, device, compile_mode)
 
     def build_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
@@ -119,13 +130,14 @@ class Recipe:
             weak = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
         return ImageSampler(
             net=net,
-            diffusion=self.diffusion,
+            diffusion=self.run.diffusion,
+            sampler=self.sampler,
             guidance=build_guidance(self.guidance),
             autoencoder=decoder,
             data=self.run.data,
             device=device,
-            precision=self.precision,
-            rounding=self.run.sample.rounding,
+            precision=self.sampling.precision,
+            rounding=self.sampling.rounding,
             is_compiled=resolve_compile(compile_mode, device) != "none",
             weak=weak,
         )
@@ -147,19 +159,10 @@ def route_noise_shape(run: schema.TrainConfig) -> tuple[int, int]:
     return len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2
 
 
-def with_sampler(diffusion: schema.Diffusion, settings: Mapping[str, object]) -> schema.Diffusion:
-    """Override sampler settings, ignoring None values."""
-    chosen = {key: value for key, value in settings.items() if value is not None}
-    if unknown := [key for key in chosen if not hasattr(diffusion.sampler, key)]:
-        names = ", ".join(vars(diffusion.sampler))
-        raise UserError(f"{unknown[0]} is not a setting of the sampler of diffusion={diffusion.name}, which has {names}")
-    return replace(diffusion, sampler=validate(vars(diffusion.sampler) | chosen, type(diffusion.sampler)))
-
-
-def sampler_settings(diffusion: schema.Diffusion) -> dict[str, object]:
+def sampler_settings(sampler: schema.Sampler) -> dict[str, object]:
     """Return num_steps and all sampler settings that differ from their default values."""
-    default = vars(type(diffusion.sampler)())
-    return {key: x for key, x in vars(diffusion.sampler).items() if key == "num_steps" or x != default[key]}
+    default = vars(type(sampler)())
+    return {key: x for key, x in vars(sampler).items() if key == "num_steps" or x != default[key]}
 
 
 def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
@@ -178,7 +181,7 @@ def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
-def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion: schema.Diffusion) -> None:
+def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
@@ -187,13 +190,13 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
     if scale != 1 and run.model.class_dropout == 0:
-        raise UserError(f"cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
+        raise UserError(f"guidance.cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
     if settings.name == "path_drop" and not getattr(run.model, "path_drop", 0):
         reason = f"{run.name} has model={run.model.name} and model.path_drop={getattr(run.model, 'path_drop', 0):g}"
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
-    levels, weak = diffusion.sampler.evaluated_levels(), weak_checkpoint(settings)
+    levels, weak = sampler.evaluated_levels(), weak_checkpoint(settings)
     # Only sparse guidance needs the routes of the weak network, so only then its configuration is read.
     weak_shape = route_noise_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
     inputs = guidance.GuidanceInputs(
@@ -214,7 +217,7 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, diffusion
     if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion that uses t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
-            f"diffusion={diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
+            f"diffusion={run.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.randomness import SeedRandom, derive_seed
-from configs.schema import Data, Diffusion
+from configs.schema import Data, Diffusion, Sampler
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
@@ -26,6 +26,7 @@ class ImageSampler:
 
     Attributes:
         net: Network in evaluation mode on `device`.
+        sampler: Sampler of `diffusion`.
         autoencoder: Autoencoder that decodes the output of `restore_latents`.
         data: Shape, number of classes and scale of the latents.
         precision: Precision of the networks, `fp32` or `bf16`.
@@ -37,6 +38,7 @@ class ImageSampler:
 
     net: nn.Module
     diffusion: Diffusion
+    sampler: Sampler
     guidance: Guidance
     autoencoder: Autoencoder
     data: Data
@@ -78,14 +80,16 @@ class ImageSampler:
             draw_route_noise=lambda: random_routes.rand(*shape),
             weak=partial(denoise, *self.weak) if self.weak else None,
             weak_route_noise_shape=self.weak[0].route_noise_shape if self.weak else (0, 0),
-            levels=self.diffusion.sampler.evaluated_levels(),
+            levels=self.sampler.evaluated_levels(),
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
-        latents = self.diffusion.sampler(self.guidance(inputs), noise, y, random)
+        latents = self.sampler(self.guidance(inputs), noise, y, random)
         flops = sum(number * forward_flops(*what) for what, number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         if not latents.isfinite().all():
-            raise UserError(f"the network returns NaN or infinity with precision={self.precision}; its weights may have diverged")
+            raise UserError(
+                f"the network returns NaN or infinity with sampling.precision={self.precision}; its weights may have diverged"
+            )
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
         return to_uint8(images, self.rounding).cpu().numpy()
 

@@ -12,35 +12,35 @@ use a published network here, define net(x, t, y) = -published(x, 1 - t, y). REP
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.roles import Reported, SameLatents
+from common.roles import SameLatents
 from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings
 from sit.sampler import FlowSampler
 
 
 @settings
 class SiT:
-    """SiT's path, loss and sampler. The interface matches `edm.EDM`. The network can be any callable net(x_t, t, y, **kwargs).
+    """SiT's path and loss. The interface matches `edm.EDM`. The network can be any callable net(x_t, t, y, **kwargs).
 
     Attributes:
         timestep: Distribution of t in training. `uniform` draws t from [0, 1), and `logit_normal` draws logit(t) from
             N(logit_mean, logit_std^2) (arXiv 2403.03206, section 3.1).
         logit_mean, logit_std: Mean and standard deviation for `logit_normal`. A higher mean draws high noise levels more often.
         cosine_weight: Weight of the loss term 1 - cos(v, eps - x). A weight of 0 disables the term, and LightningDiT uses 1.
-        sampler: Sampler and its settings.
+        Sampler: Class of the sampler and its settings.
     """
 
     timestep: Literal["uniform", "logit_normal"] = "uniform"
     logit_mean: FiniteFloat = 0.0
     logit_std: PositiveFloat = 1.0
     cosine_weight: NonNegativeFloat = 0.0
-    sampler: Reported[FlowSampler] = FlowSampler()
     name: SameLatents[Literal["sit"]] = "sit"  # selected with diffusion=sit
+    Sampler: ClassVar = FlowSampler
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """Return the network's estimate of v = E[eps - x | x_t], (B, C, H, W) float32.

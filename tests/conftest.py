@@ -106,9 +106,9 @@ TINY = [
     "train.batch_size=4",
     "train.num_steps=6",
     "train.log_every=1",
-    "train.cpu_threads=1",
-    "sample.every=0",
-    "eval.every=0",
+    "machine.cpu_threads=1",
+    "sample_grid.every=0",
+    "evaluation.every=0",
     "checkpoint.every=100",
 ]
 
@@ -225,6 +225,11 @@ def file_size_limit(num_bytes):
 
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluated(run):
+    """Return the evaluations of a run, in the order in which they were stored."""
+    return [json.loads(line) for line in (run / "evaluations" / "results.jsonl").read_text().splitlines()]
 
 
 def weights(run, step, file="model"):

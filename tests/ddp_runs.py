@@ -15,9 +15,9 @@ from runtime import compilation, processes
 
 BATCH = ["train.batch_size=8", "train.num_steps=4"]
 DENSE = [*BATCH, "model=dit", "train.grad_accum_steps=2", "train.grad_clip_norm=0.5"]
-LOOKS = ["sample.every=4", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
-LOOKS += ["eval.every=4", "eval.num_samples=3", "eval.num_steps=2", "eval.batch_size=2"]
-TREAD = [*BATCH, "checkpoint.every=2", *LOOKS, "sample.batch_size=1"]
+LOOKS = ["sample_grid.every=4", "sample_grid.num_samples=3", "sampler.num_steps=2"]
+LOOKS += ["evaluation.every=4", "evaluation.num_samples=3", "sampler.num_steps=2", "sampling.batch_size=2"]
+TREAD = [*BATCH, "checkpoint.every=2", *LOOKS, "sampling.batch_size=1"]
 TREAD += ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2"]
 MUON = [*BATCH, "train.optimizer=muon", "train.grad_clip_norm=0.5", "train.warmup_steps=2", "checkpoint.every=2"]
 LEVELS = [*BATCH, "checkpoint.every=2", "train.log_every=4"]
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     # A process cannot open a second process group.
     with mock.patch.object(processes, "leave", lambda: None):
         with mock.patch.object(torch.distributed, "new_group", wraps=torch.distributed.new_group) as new_group:
-            run("tread", *TREAD, f"eval.validation={folder / 'validation'}")
+            run("tread", *TREAD, f"evaluation.validation={folder / 'validation'}")
         records["new_groups_sec"] = [call.kwargs["timeout"].total_seconds() for call in new_group.call_args_list]
         groups, cpu = torch.distributed.distributed_c10d._world.pg_map, torch.device("cpu")
         records["timeouts_sec"] = sorted(group._get_backend(cpu).options._timeout.total_seconds() for group in groups)
@@ -39,10 +39,10 @@ def main(folder: Path) -> None:
         run("aligned", *BATCH, "train.grad_accum_steps=2", *json.loads((folder / "repa.json").read_text()))
         run("muon", *MUON)
         run("levels", *LEVELS)
-        run("cut", *TREAD, f"eval.validation={folder / 'validation'}")  # resumes step 2 of a single process
+        run("cut", *TREAD, f"evaluation.validation={folder / 'validation'}")  # resumes step 2 of a single process
         # Dynamo captures the graphs, but inductor compiles nothing: its code is not under test.
         with mock.patch.object(compilation.torch, "compile", functools.partial(torch.compile, backend="eager")):
-            run("compiled", *DENSE, "train.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
+            run("compiled", *DENSE, "machine.compile=blocks", "train.activation_checkpointing=blocks", "train.num_steps=2")
         with mock.patch.object(store, "save", fail_to_save):
             try:
                 run("unwritten", *BATCH, "checkpoint.every=1", "train.log_every=100")

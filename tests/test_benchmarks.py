@@ -86,7 +86,7 @@ def run(capsys):
     return benchmark
 
 
-SMALL = ["train.precision=fp32", "train.batch_size=2", "train.cpu_threads=1", "data.num_workers=0", "model.backbone=DiT-XS/8"]
+SMALL = ["train.precision=fp32", "train.batch_size=2", "machine.cpu_threads=1", "data.num_workers=0", "model.backbone=DiT-XS/8"]
 
 
 def test_a_step_is_timed_dense_and_routed_with_machine_and_command(run):
@@ -172,15 +172,12 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
     (run / "checkpoints/step_0000020").mkdir(parents=True)
     composed = compose_overrides(["seed=5", "train.lr=0.004"])
     OmegaConf.save(OmegaConf.create(OmegaConf.to_container(composed, resolve=True)), run / "config.yaml")
-    evaluation = {
-        "shown": {"step": 20, "cfg_scale": 1.5},
-        "about": {"first_seed": 7},
-        "metrics": {"fd": 3.0},
-        "jackknife": {"fd": [1, 3]},
-    }
+    how = {"cfg_scale": 1.5, "first_seed": 7, "detector": "small-fashion"}
+    evaluation = {"step": 20, "settings": how, "metrics": {"fd": 3.0}, "jackknife": {"fd": [1, 3]}}
+    loss = {"step": 20, "settings": {"num_samples": 9}, "metrics": {"validation_loss": 0.5}, "by_level": [0.5]}
     validation = {"step": 20, "metrics": {"validation_loss": 0.5}, "validation_loss_by_level": [0.5]}
-    files = {"starts.jsonl": [{"commit": "abc"}], "evaluations/results.jsonl": [evaluation]}
-    files["metrics.jsonl"] = [{"step": 10, "loss": 1.0, "steps_per_sec": 2.0}, validation | {"num_samples": 9}]
+    files = {"starts.jsonl": [{"commit": "abc"}], "evaluations/results.jsonl": [loss, evaluation]}
+    files["metrics.jsonl"] = [{"step": 10, "loss": 1.0, "steps_per_sec": 2.0}]
     for name, lines in files.items():
         (run / name).write_text("\n".join(map(json.dumps, lines)))
     (run / "checkpoints/step_0000020/manifest.json").write_text(json.dumps({"ema.safetensors": {"blake2b": "123"}}))
@@ -193,8 +190,7 @@ def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
     about = {"arm": "dense-64", "seed": 5, "lr": 0.004, "commit": "abc"}
     assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == [
         about | validation | {"ema": "123"},
-        about
-        | {"step": 20, "cfg_scale": 1.5, "first_seed": 7, "metrics": {"fd": 3.0}, "standard_errors": {"fd": 1.0}, "ema": "123"},
+        about | how | {"step": 20, "metrics": {"fd": 3.0}, "standard_errors": {"fd": 1.0}, "ema": "123"},
         about | {"steps_per_sec": [2.0], "metrics": {}},
     ]
 

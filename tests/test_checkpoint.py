@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Malicious, file_size_limit, renew_manifest
+from conftest import Malicious, evaluated, file_size_limit, renew_manifest
 
 from checkpoints import store
 from checkpoints.load import load_config
@@ -295,24 +295,25 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     store.verify(tmp_path / "step_0000010")
 
 
-EVALUATION = {"step": 2, "num_samples": 10, "cfg_scale": 1.0, "metrics": {}}
-
-
 def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
     run = RunFolder(tmp_path, "run")
     run.open()
     speed = {"steps_per_sec": 1.0}
-    lines = [{"step": 1, "loss": 0.5} | speed, {"step": 2, "loss": 0.25} | speed, EVALUATION, {"step": 3}]
+    lines = [{"step": 1, "loss": 0.5} | speed, {"step": 2, "loss": 0.25} | speed, {"step": 3}]
     for line in lines:
         append_line(run.metrics, line)
     with open(run.metrics, "a") as file:
         file.write('{"step": 2, "lo')
-    assert run.has_evaluation({"step": 2, "cfg_scale": 1.0})
-    assert not run.has_evaluation({"step": 2, "cfg_scale": 1.5}) and not run.has_evaluation({"step": 1, "cfg_scale": 1.0})
+    evaluations = [{"settings": {"cfg_scale": 1.0}, "metrics": {"fid": 1.0}} | {"step": step} for step in (2, 3)]
+    evaluations.append(evaluations[1] | {"checkpoint": "hash"})  # fid.py's
+    run.results.folder.mkdir()
+    for line in evaluations:
+        append_line(run.results.file, line)
     for name in ("step_0000002.png", "step_0000003.png", "step_best.png"):  # the last file belongs to the user
         (run.samples / name).touch()
     run.delete_results_after(2)
-    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:3]
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:2]
+    assert evaluated(run.path) == [evaluations[0], evaluations[2]]
     assert names(run.samples) == ["step_0000002.png", "step_best.png"]
 
 
@@ -324,7 +325,6 @@ def test_lines_of_metrics_without_a_step_are_kept(tmp_path):
         append_line(run.metrics, line)
     run.delete_results_after(3)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [{"step": 2}, *theirs]
-    assert not run.has_evaluation({"step": 2})
 
 
 def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp_path, monkeypatch, caplog):

@@ -10,7 +10,7 @@ from typing import Literal
 import hydra
 import pytest
 import torch
-from conftest import REPOSITORY, TINY, forget_accelerate, make_shard, metrics, run_python
+from conftest import REPOSITORY, TINY, evaluated, forget_accelerate, make_shard, metrics, run_python
 from forked import launch, run
 from hydra.core.utils import JobReturn, JobStatus
 
@@ -82,7 +82,14 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
     assert len(set(first.values())) == 2
     again = run(tmp_path, arguments)
     assert again.code == 0 and again.output.count("this run is complete at step 2") == 2, again.output
-    arguments = ["sample.py", "-m", f"checkpoint={runs / min(names)}", "num_steps=2,3", "num_samples=4", "batch_size=2"]
+    arguments = [
+        "sample.py",
+        "-m",
+        f"checkpoint={runs / min(names)}",
+        "sampler.num_steps=2,3",
+        "num_samples=4",
+        "sampling.batch_size=2",
+    ]
     for outcome in launch(tmp_path, arguments, 2):
         outcome.expect_code(0)
     assert len(list((runs / min(names) / "generated").glob("*/samples_0-3.npz"))) == 2
@@ -105,7 +112,10 @@ def start(monkeypatch, main, arguments, full_errors="0"):
     ("arguments", "words"),
     [
         (["train.lrr=1"], "^error: train.lrr is not a key; nearest: train.lr$"),
-        (["guidance=cfg", "cfg_scale=1.5"], "^error: cfg_scale is not a key; nearest: guidance.cfg_scale, eval.cfg_scales"),
+        (
+            ["guidance=cfg", "cfg_scale=1.5"],
+            "^error: cfg_scale is not a key; nearest: guidance.cfg_scale$",
+        ),
         (["-m", "model=dit,tread", "model.rutes=[]"], "^error: model.rutes is not a key; nearest: model.routes$"),
         (["model=3"], "^error: Config group override must be a string"),
         (["model=treat"], "^error: In 'config': Could not find 'model/treat' Available options in 'model': dit "),
@@ -208,7 +218,7 @@ def test_interpolations_on_the_command_line_are_resolved_in_the_configuration_an
 def test_own_files_for_sweepers_are_recognised_by_what_they_launch(tmp_path, monkeypatch):
     (tmp_path / "own" / "hydra" / "sweeper").mkdir(parents=True)
     (tmp_path / "own" / "hydra" / "sweeper" / "mine.yaml").write_text("defaults: [optuna]\n")
-    search = [f"--config-dir={tmp_path / 'own'}", "-m", "hydra/sweeper=mine", "hydra.sweeper.n_trials=1", "eval.every=0"]
+    search = [f"--config-dir={tmp_path / 'own'}", "-m", "hydra/sweeper=mine", "hydra.sweeper.n_trials=1", "evaluation.every=0"]
     with pytest.raises(SystemExit, match="a search needs a metric"):
         start(monkeypatch, print, [*search, "train.lr=interval(0.1,0.2)", f"output_dir={tmp_path}"])
 
@@ -222,8 +232,10 @@ def test_all_rows_of_a_table_can_be_swept(monkeypatch, tmp_path):
 
 def test_a_search_needs_a_metric(monkeypatch, tmp_path):
     search = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "hydra.sweeper.n_jobs=1", "train.lr=interval(1e-3,1e-2)"]
-    with pytest.raises(SystemExit, match="a search needs a metric, but the runs have no evaluations; set eval.every and eval"):
-        start(monkeypatch, lambda cfg: None, [*search, "eval.every=0", f"output_dir={tmp_path}"])
+    with pytest.raises(
+        SystemExit, match="a search needs a metric, but the runs have no evaluations; set evaluation.every and eval"
+    ):
+        start(monkeypatch, lambda cfg: None, [*search, "evaluation.every=0", f"output_dir={tmp_path}"])
 
 
 def test_a_sweep_that_a_signal_ends_after_a_failure_does_not_exit_with_0(monkeypatch, tmp_path, caplog):
@@ -252,7 +264,7 @@ def test_a_search_that_continues_after_a_failed_run_exits_with_1(monkeypatch, tm
         return 1.0
 
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.max_failure_rate=1"]
-    search += ["train.lr=interval(1e-3,1e-2)", "eval.every=2"]
+    search += ["train.lr=interval(1e-3,1e-2)", "evaluation.every=2"]
     with pytest.raises(SystemExit, match="^error: runs of the sweep failed; their errors are logged above$"):
         start(monkeypatch, train, ["-m", *search, f"output_dir={tmp_path}"])
     assert len(found) == 3
@@ -327,16 +339,15 @@ def test_a_run_with_other_settings_than_the_run_in_its_folder_is_refused(monkeyp
 
 def test_runs_of_a_sweep_that_differ_in_nothing_that_training_uses_are_one_run(monkeypatch, tmp_path, caplog):
     monkeypatch.setitem(dit.BACKBONES, "DiT-XS/2", (12, 24, 3, 2))
-    keys = [*TINY, "train.num_steps=2", f"output_dir={tmp_path}", "eval.num_samples=20", "eval.cfg_scales=[1.0]"]
+    keys = [*TINY, "train.num_steps=2", f"output_dir={tmp_path}", "evaluation.num_samples=20", "guidance=none"]
     caplog.set_level("INFO")
     start(monkeypatch, train_here, ["-m", *keys, "name=same", "seed=0,0"])
     assert caplog.text.count("this run is complete at step 2") == 1
     start(monkeypatch, train_here, ["-m", *keys, "name=longer", "train.num_steps=1,2"])
     assert [line["step"] for line in metrics(tmp_path / "longer")] == [1, 2]
-    start(monkeypatch, train_here, ["-m", *keys, "name=evaluated", "eval.every=2", "eval.num_steps=2,3"])
-    lines = metrics(tmp_path / "evaluated")
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
-    assert [line["settings"]["num_steps"] for line in lines if "metrics" in line] == [2, 3]
+    start(monkeypatch, train_here, ["-m", *keys, "name=evaluated", "evaluation.every=2", "sampler.num_steps=2,3"])
+    assert [line["step"] for line in metrics(tmp_path / "evaluated")] == [1, 2]
+    assert [line["settings"]["num_steps"] for line in evaluated(tmp_path / "evaluated")] == [2, 3]
 
 
 class Trainer:
@@ -518,8 +529,8 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
 def test_help_and_configurations_are_printed_on_request():
     for script, words in (
         ("train.py", ["python train.py model=tread", "lr: 1e-4              # Learning rate.", "r_weak: 0.5", "table2_dit_b2,"]),
-        ("sample.py", ["weights: ema            # ema | raw"]),
-        ("fid.py", ["S_churn: null", "cfg_scale: ${cfg_scale_or:1.5}"]),
+        ("sample.py", ["weights: null           # Weights to sample with: ema | raw."]),
+        ("fid.py", ["S_churn: 0.0 ", "cfg_scale: 1.5 "]),
         ("prepare_latents.py", ["prepare_latents.py encode images="]),
     ):
         code, output = run_python("-X", "importtime", script, "--help")

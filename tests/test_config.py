@@ -11,12 +11,10 @@ from common import roles
 from common.errors import UserError
 from common.roles import Free, SameRun, roles_of
 from configs import schema
-from configs.compose import compose_overrides
 from configs.settings import Settings, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
-from sampling.recipe import with_sampler
 from training import build
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
@@ -37,9 +35,9 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
     assert len(net.router.routes) == len(cfg.model.routes) and (model in ("dit", "lightningdit")) == (not cfg.model.routes)
     assert net.num_tokens == (cfg.data.input_size // (1 if "lightning" in model and data != "digits" else 2)) ** 2
     assert cfg.diffusion.name == diffusion and type(cfg.diffusion).__name__.lower() == diffusion
-    assert cfg.diffusion.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)
+    assert cfg.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)
     assert cfg.name == f"{tmp_path.name if data == 'custom' else data}_{model}"
-    assert cfg.data.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
+    assert cfg.sampling.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
     assert given.data.scale_factor is None  # open_data does not change the configuration that it gets
     assert schema.TrainConfig.model_validate(cfg.model_dump()) == cfg
 
@@ -54,14 +52,14 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
         "path_drop": ["model=sprint"],
     }
     cfg = checked([f"guidance={name}", f"diffusion={diffusion}", *to_be_set.get(name, [])])
-    recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+    recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
 
     def estimate(x, level, y, **routing):
         return x
 
     inputs = GuidanceInputs(estimate, 10, (1, 16), lambda: torch.rand(1, 1, 16), estimate, (1, 16))
     x, level, y = torch.ones(1, 1, 1, 1), torch.full((1,), 0.5), torch.ones(1, dtype=torch.int64)
-    assert recipe.build_guidance(cfg.guidance)(inputs)(x, level, y).item() == 1
+    assert recipe.build_guidance(cfg.guidance[0])(inputs)(x, level, y).item() == 1
 
 
 @pytest.mark.parametrize(
@@ -80,27 +78,72 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):
     cfg = checked(["guidance=interval", *overrides] if "guidance=sparse" not in overrides else overrides)
     with pytest.raises(UserError, match=words):
-        recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+        recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
 
 
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
-        recipe.check_guidance(cfg.guidance, cfg, cfg.diffusion)
+        recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
-    edm, sit = checked().diffusion, checked(["diffusion=sit"]).diffusion
-    assert with_sampler(sit, {"S_churn": None, "num_steps": 7, "solver": "euler"}).sampler.num_steps == 7
-    assert sit.sampler.num_steps == 20
-    for diffusion, setting, words in (
-        (sit, {"S_churn": 2.0}, "S_churn is not a setting .* diffusion=sit, which has num_steps, solver"),
-        (edm, {"solver": "euler"}, "solver is not a setting"),
-        (edm, {"num_steps": 0}, "num_steps=0"),
-        (sit, {"solver": "heum"}, "solver='heum'.*'euler', 'heun'"),
+    edm, sit = checked(), checked(["diffusion=sit"])
+
+    def sampler(run, *overrides):
+        return checked(["checkpoint=a", *(f"sampler.{override}" for override in overrides)], "sample").of_run(run, 1).sampler
+
+    assert sampler(sit, "num_steps=7", "solver=euler") == sit.diffusion.Sampler(num_steps=7, solver="euler")
+    assert sit.sampler.num_steps == 20 and sampler(sit, "num_steps=null") == sit.sampler
+    for run, override, words in (
+        (sit, "S_churn=2.0", "sampler.S_churn is not a key .* diffusion=sit, which has num_steps, solver"),
+        (edm, "solver=euler", "sampler.solver is not a key"),
+        (edm, "num_steps=0", "sampler.num_steps=0"),
+        (sit, "solver=heum", "sampler.solver='heum'.*'euler', 'heun'"),
     ):
         with pytest.raises(UserError, match=words):
-            with_sampler(diffusion, setting)
+            sampler(run, override)
+
+
+def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
+    run = checked(
+        [
+            "guidance=unguided_and_cfg",
+            "evaluation.final_num_samples=500",
+            "sampling.labels=balanced",
+            "evaluation.background=black",
+            "machine.tf32=false",
+        ]
+    )
+    last = run.train.num_steps
+    given = checked(["checkpoint=a"], "fid")
+    (unguided, guided) = (one.of_run(run, last) for one in given.choices(run))
+    assert [one.guidance for one in (unguided, guided)] == run.guidance and unguided.evaluation == guided.evaluation
+    assert (unguided.sampler, unguided.machine.model_dump()) == (run.sampler, run.machine.model_dump())
+    assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
+    shared = unguided.evaluation.model_dump()
+    assert shared == run.evaluation.model_dump(include={*shared}) | {"num_samples": 500}
+    assert next(given.choices(run)).of_run(run, last - 1).evaluation.num_samples == run.evaluation.num_samples
+    image = checked(["checkpoint=a"], "sample").of_run(run, last)
+    assert image.guidance == run.guidance[-1] and image.machine.compile == "none"
+
+    keys = [
+        "guidance=cfg",
+        "evaluation.num_samples=7",
+        "evaluation.detector=inception",
+        "sampling.labels=random",
+        "machine.tf32=true",
+    ]
+    other = checked(["checkpoint=a", *keys, "sampling.weights=[ema,raw]"], "fid")
+    run = checked(["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors", "sampling.labels=balanced"])
+    ema, raw = (one.of_run(run, 1) for one in other.choices(run))
+    assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
+    assert ema.evaluation.num_samples == 7 and ema.evaluation.detector_weights is None and ema.machine.tf32
+    same = checked(["checkpoint=a"], "fid")
+    assert next(same.choices(run)).of_run(run, 1).evaluation.detector_weights == "x.safetensors"
+    more = checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid")
+    own = next(more.choices(run)).of_run(run, 1).evaluation
+    assert (own.detector_weights, own.background) == ("x.safetensors", "white")
 
 
 def test_the_defaults_are_the_papers_except_for_the_digits():
@@ -109,13 +152,13 @@ def test_the_defaults_are_the_papers_except_for_the_digits():
     assert (cfg.train.lr, cfg.train.batch_size, cfg.train.num_steps) == (1e-4, 256, 400_000)
     assert (cfg.train.ema_decay, cfg.model.class_dropout, cfg.train.precision) == (0.9999, 0.1, "bf16")
     assert (cfg.diffusion.P_mean, cfg.diffusion.P_std, cfg.diffusion.sigma_data) == (-1.2, 1.2, 0.5)
-    assert cfg.diffusion.sampler.num_steps == 40
+    assert cfg.sampler.num_steps == 40
     dit, tread = (checked([f"model={model}"]) for model in ("dit", "tread"))
     assert [line.partition(":")[0] for line in schema.differences_for("resume", dit, tread)] == ["model.name", "model.routes"]
 
 
 def test_every_key_has_a_comment():
-    own_words = {"name:", "sampler:", "dir:", "subdir:", "output_subdir:", "P_std:"}
+    own_words = {"name:", "dir:", "subdir:", "output_subdir:", "P_std:"}
     for file in (REPOSITORY / "configs").rglob("*.yaml"):
         is_choice_of_values = file.parent.name in ("data", "experiment", "bases") and file.stem != "row"
         for line in file.read_text().splitlines() if not is_choice_of_values else ():
@@ -129,7 +172,7 @@ def test_every_key_has_a_role():
         cfg = checked(choices)
         found = roles_of(cfg)  # raises TypeError for a key without a role
         assert found.keys() >= flatten(cfg.model_dump()).keys()
-        assert found["diffusion.sampler.num_steps"].compared_by == ("report",) and found["train.log_every"].compared_by == ()
+        assert found["data.resolution"].compared_by == ("report",) and found["sampler.num_steps"].compared_by == ()
         assert "init_state=weights" in found["diffusion.name"].compared_by
         assert found["model.routes"].compared_by == ("resume", "report")
 
@@ -163,13 +206,13 @@ def test_a_key_without_a_role_is_an_error():
         ("+train.lrr=1", "train.lrr is not a key; nearest: train.lr"),
         ("+zzz=1", "zzz is not a key"),
         ("+guidance.w=1", "guidance.w is not a key"),
-        ("+diffusion.sampler.solver=heun", "diffusion.sampler.solver is not a key"),
+        ("+sampler.solver=heun", "sampler.solver is not a key"),
         ("train.lr=fast", "train.lr='fast': .*number"),
         ("train.betas=[0.9]", "train.betas=.*2 items"),
         ("train.betas=[0.9,2.0]", r"train.betas\[1\]=2.0"),
         ("model.backbone=dit-xl2", "dit-xl2.*DiT-XL/2"),
         ("model.routes=[{selection_ratio:0.5,end_layer_idx:3,start:1}]", r"model.routes\[0\].start_layer_idx= is missing"),
-        ("data.autoencoder='sd-vae:'", "data.autoencoder: 'sd-vae:' is not identity, none, sd-vae:<hub id or folder> or"),
+        ("sampling.autoencoder='sd-vae:'", "sampling.autoencoder: 'sd-vae:' is not identity, none, sd-vae:<hub id or folder> or"),
         ("evaluation.detector=small-Fashion", "^evaluation.detector: 'small-Fashion' is not .*digits or small-<set>$"),
         ("experiment=dit_b2", "experiment=dit_b2 is not in .*; nearest: imagenet512_dit_b2, table2_dit_b2$"),
         ("evaluation.detector=[inception,vgg]", r"evaluation.detector\[1\]: 'vgg' is not inception, dinov2,"),
@@ -179,10 +222,10 @@ def test_a_key_without_a_role_is_an_error():
         ("name=", "^name: '' is not a folder name without slashes and without a dot at its start$"),
         ("model.routes=null", "model.routes is not set: .*list"),
         ("train.lr=true", "train.lr: True is not a number"),
-        ("diffusion.sampler.num_steps=true", "num_steps: True is not a number"),
-        ("train.precision=fp16", "^train.precision='fp16': .*'bf16'\nsample.precision='fp16': .*'bf16'\neval.precision='fp16'"),
-        ("diffusion.sampler.S_churn=-1", "diffusion.sampler.S_churn=-1: .*0"),
-        ("diffusion.sampler.sigma_min=90.0", "diffusion.sampler: .*sigma_min=90"),
+        ("sampler.num_steps=true", "num_steps: True is not a number"),
+        ("train.precision=fp16", "^train.precision='fp16': .*'bf16'\nsampling.precision='fp16': .*'bf16'"),
+        ("sampler.S_churn=-1", "sampler.S_churn=-1: .*0"),
+        ("sampler.sigma_min=90.0", "sampler: .*sigma_min=90"),
         ("alignment.name=repo", "alignment=.*'none', 'repa'"),
         ("diffusion.name=eddm", "diffusion.name=eddm is none of edm, sit, ddpm"),
     ],
@@ -193,8 +236,8 @@ def test_the_error_for_a_wrong_key_or_value_says_what_is_accepted(override, word
 
 
 def test_a_count_may_be_written_as_a_float():
-    cfg = checked(["eval.num_samples=1e3", "diffusion.sampler.num_steps=3e1"])
-    assert (cfg.eval.num_samples, cfg.diffusion.sampler.num_steps) == (1000, 30)
+    cfg = checked(["evaluation.num_samples=1e3", "sampler.num_steps=3e1"])
+    assert (cfg.evaluation.num_samples, cfg.sampler.num_steps) == (1000, 30)
 
 
 def test_one_error_names_all_wrong_keys():
@@ -271,16 +314,15 @@ def test_stored_settings_are_read_as_this_version_means_them():
     )
 
 
-def test_a_short_form_and_its_key_set_the_same_value():
+def test_a_list_in_a_group_of_guidance_is_one_guidance_for_each_value():
     guided = ["guidance=interval", "guidance.level_lo=0.1", "guidance.level_hi=0.5"]
-    for given, scale in (("", 1.5), ("cfg_scale=2", 2), ("guidance.cfg_scale=2", 2), ("cfg_scale=2 guidance.cfg_scale=2.0", 2)):
-        assert checked(["checkpoint=a", *guided, *given.split()], "sample").guidance.cfg_scale == scale
-    for given in ("cfg_scale=[1.0,2.0]", "guidance.cfg_scale=[1.0,2.0]"):
-        choices = checked(["checkpoint=a", *guided, given, "weights=[ema,raw]"], "fid").choices()
-        assert [(one.weights, one.guidance.cfg_scale) for one in choices] == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
-    for given in ("reference=a.npz", "evaluation.reference=a.npz", "+evaluation.reference=a.npz"):
-        assert checked(["checkpoint=a", given], "fid").evaluation.reference == "a.npz"
-    with pytest.raises(UserError, match="^cfg_scale=2.0 and guidance.cfg_scale=3.0 set the same thing; give one of them$"):
-        checked(["checkpoint=a", "guidance=cfg", "guidance.cfg_scale=3", "cfg_scale=2"], "sample")
-    for guidance in ("cfg", "interval", "path_drop"):
-        assert compose_overrides([f"guidance={guidance}"]).guidance.cfg_scale == 1.5
+    assert checked(["checkpoint=a", *guided], "sample").guidance.cfg_scale == 1.5
+    assert [one.cfg_scale for one in checked([*guided, "guidance.cfg_scale=[1.0,2.0]"]).guidance] == [1.0, 2.0]
+    command = checked(["checkpoint=a", *guided, "guidance.cfg_scale=[1.0,2.0]", "sampling.weights=[ema,raw]"], "fid")
+    choices = [(one.sampling.weights, one.guidance.cfg_scale) for one in command.choices(checked())]
+    assert choices == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
+    for name in ("config", "fid"):
+        with pytest.raises(UserError, match=r"cfg_scale=\[\] lists no value"):
+            checked(["guidance=cfg", "guidance.cfg_scale=[]"], name)
+    with pytest.raises(UserError, match="guidance.*cfg_scale"):  # sample.py makes one set of images
+        checked(["checkpoint=a", "guidance=cfg", "guidance.cfg_scale=[1.0,2.0]"], "sample")

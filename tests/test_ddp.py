@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import checked, losses, make_shard, metrics, run_train
+from conftest import checked, evaluated, losses, make_shard, metrics, run_train
 from ddp_runs import BATCH, DENSE, LEVELS, MUON, SPRINT, TREAD
 from forked import launch
 from gpu.runs import SMALL, keys_of_repa
@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
     """Fixture: the folder with the runs of one process, and the runs that two processes make in tests/ddp_runs.py."""
     folder = tmp_path_factory.mktemp("runs")
     make_shard(folder / "validation" / "a.safetensors", num_items=7, channels=1, size=8, num_classes=10)
-    run_train(folder, "one_tread", *TREAD, f"eval.validation={folder / 'validation'}")
+    run_train(folder, "one_tread", *TREAD, f"evaluation.validation={folder / 'validation'}")
     run_train(folder, "one_dense", *DENSE)
     run_train(folder, "one_sprint", *SPRINT)
     run_train(folder, "one_muon", *MUON)
@@ -92,8 +92,8 @@ def test_muon_on_two_processes_equals_muon_on_one_up_to_the_rounding_of_its_bflo
 
 
 def test_losses_by_noise_level_equal_those_of_one_process(runs):
-    for key in ("validation_loss_by_level", "loss_by_level"):
-        expected, found = ([line[key] for line in metrics(runs / run) if key in line][-1] for run in ("one_tread", "tread"))
+    for key, read in (("by_level", evaluated), ("loss_by_level", metrics)):
+        expected, found = ([line[key] for line in read(runs / run) if key in line][-1] for run in ("one_tread", "tread"))
         # None means that no sample had such a noise level. The 7 validation items have no sample at three levels.
         assert [x is None for x in found] == [x is None for x in expected] and None in expected
         assert [x for x in found if x] == pytest.approx([x for x in expected if x], rel=1e-4)
@@ -112,10 +112,10 @@ def test_losses_by_noise_level_stay_correct_if_another_number_of_processes_resum
 
 
 def test_evaluations_equal_those_of_one_process(runs):
-    one, two = ([r for r in metrics(runs / name) if "fd_digits" in r.get("metrics", ())] for name in ("one_tread", "tread"))
+    one, two = ([r for r in evaluated(runs / name) if "fd_digits" in r["metrics"]] for name in ("one_tread", "tread"))
     assert len(one) == len(two) == 2
     for ours, theirs in zip(one, two):
-        assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["cfg_scale"] == ours["cfg_scale"]
+        assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-3) and theirs["settings"] == ours["settings"]
 
 
 def test_ema_snapshots_equal_those_of_one_process(runs):

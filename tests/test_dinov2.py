@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import REPOSITORY, metrics, run_fid
+from conftest import REPOSITORY, evaluated, run_fid
 
 from common.files import hash_file
 from evaluations import vit
@@ -57,21 +57,27 @@ def test_the_published_detector_is_vit_l_14_of_dinov2_at_224_pixels():
 
 def test_training_and_fid_give_the_same_figures_for_both_detectors(train, tmp_path, reference, tiny, inception_weights):
     weights = [f"evaluation.detector_weights={inception_weights}", f"evaluation.dinov2_weights={tiny}"]
-    settings = ["eval.every=1", "eval.num_samples=5", "eval.num_steps=2", "eval.batch_size=3", "eval.cfg_scales=[1.0]"]
+    settings = ["evaluation.every=1", "evaluation.num_samples=5", "sampler.num_steps=2", "sampling.batch_size=3", "guidance=none"]
     both = "evaluation.detector=[inception,dinov2]"
     run = train("run", *settings, *weights, both, f"evaluation.reference={reference}", "train.num_steps=1")
-    (line,) = [record for record in metrics(run) if "evaluation_sec" in record]
+    (line,) = evaluated(run)
     in_training = line["metrics"]
     names = names_for("inception") + names_for("dinov2")
-    assert (list(in_training), line["num_samples"], line["cfg_scale"]) == (names, 5, 1.0)
+    assert (list(in_training), line["settings"]["num_samples"], line["settings"]["cfg_scale"]) == (names, 5, 1.0)
 
     def by_fid(*overrides):
-        command = [f"checkpoint={run}", f"output={tmp_path / 'out'}", "num_samples=5", "num_steps=2", "batch_size=3"]
+        command = [
+            f"checkpoint={run}",
+            f"output={tmp_path / 'out'}",
+            "evaluation.num_samples=5",
+            "sampler.num_steps=2",
+            "sampling.batch_size=3",
+        ]
         run_fid(*command, *overrides)
         return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
 
     (point,) = by_fid()  # the run's detectors
-    assert point["point"]["detector"] == "inception+dinov2" and point["point"]["dinov2_weights"] == hash_file(tiny)
+    assert point["settings"]["detector"] == "inception+dinov2" and point["settings"]["dinov2_weights"] == hash_file(tiny)
     assert point["metrics"] == pytest.approx(in_training, rel=1e-4)
     _, alone = by_fid("evaluation.detector=dinov2")  # the command's detector replaces the two of the run
     assert [*alone["metrics"]] == names_for("dinov2")

@@ -22,15 +22,15 @@ from PIL import Image
 from checkpoints import store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and /proc")
-FEW = ["num_steps=2", "cpu_threads=1"]
+FEW = ["sampler.num_steps=2", "machine.cpu_threads=1"]
 ENCODE = ["images={inputs}/images", "autoencoder=identity", "kind=sample", "resolution=8", "shard_size=4", "num_workers=0"]
 COMMANDS = {
     "train": [
-        "train.py", *TINY, "name=run", "output_dir=.", "checkpoint.every=2", "checkpoint.keep_last=1", "sample.every=3",
-        "sample.num_samples=3", "diffusion.sampler.num_steps=2",
+        "train.py", *TINY, "name=run", "output_dir=.", "checkpoint.every=2", "checkpoint.keep_last=1", "sample_grid.every=3",
+        "sample_grid.num_samples=3", "sampler.num_steps=2",
     ],
-    "sample": ["sample.py", "checkpoint={inputs}/run", "output=images", "seeds=0-3", "batch_size=2", *FEW],
-    "fid": ["fid.py", "checkpoint={inputs}/run", "output=scores", "num_samples=70", "evaluation.detector=digits", *FEW],
+    "sample": ["sample.py", "checkpoint={inputs}/run", "output=images", "seeds=0-3", "sampling.batch_size=2", *FEW],
+    "fid": ["fid.py", "checkpoint={inputs}/run", "output=scores", "evaluation.num_samples=70", "guidance=none", *FEW],
     "encode": ["prepare_latents.py", "encode", "output=latents", *ENCODE, "cpu_threads=1"],
 }  # fmt: skip
 
@@ -152,7 +152,13 @@ def test_a_full_disk_gives_an_error_of_one_line_and_the_next_start_continues(nam
 # ----------------------------------------------------------------------------------------------------------------------
 # Signals.
 
-LOOKS = ["sample.batch_size=1", "eval.every=3", "eval.num_samples=4", "eval.batch_size=1", "eval.num_steps=1"]
+LOOKS = [
+    "sampling.batch_size=1",
+    "evaluation.every=3",
+    "evaluation.num_samples=4",
+    "sampling.batch_size=1",
+    "sampler.num_steps=1",
+]
 STEP, SAMPLER = "training.trainer:Trainer.train_step", "sampling.sampler:ImageSampler.__call__"
 MOMENTS = [(STEP, 2), ("checkpoints.store:_write_files", 1), (SAMPLER, 2), (SAMPLER, 5)]  # in a step, save, grid and evaluation
 
@@ -181,7 +187,7 @@ def test_other_commands_print_no_traceback_at_a_signal_and_their_next_start_cont
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, tmp_path):
-    arguments = [*COMMANDS["train"], "train.num_steps=1000", "sample.every=0", "checkpoint.every=1000"]
+    arguments = [*COMMANDS["train"], "train.num_steps=1000", "sample_grid.every=0", "checkpoint.every=1000"]
     before = partial(at_call, partial(send, signal.SIGTERM), STEP, 3)
     for outcome in launch(tmp_path, arguments, 2, dict.fromkeys(ranks, before)):
         outcome.expect_code(0)

@@ -5,13 +5,12 @@ import itertools
 import json
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, checked, losses, metrics, renew_manifest, run_fid, run_sample, run_train
+from conftest import REPOSITORY, checked, losses, renew_manifest, run_fid, run_sample, run_train
 from PIL import Image
 
 import fid as script
@@ -21,22 +20,45 @@ from common.files import append_line, lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
-from evaluations.results import Point, Results, differ
+from evaluations.record import Evaluation, Results, lowest, read_records
 from evaluations.suite import metrics_for
+from evaluations.tables import EvaluationTable, differ, shown, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import points
 from sampling.sampler import ImageSampler
+from training.trainer import Trainer
 
 NAMES = [metric.name for metric in metrics_for("digits")]
-EVAL = ["eval.every=2", "eval.num_samples=70", "eval.num_steps=2", "eval.batch_size=35", "train.num_steps=4", "train.lr=1e-2"]
-FID = ["num_samples=70", "batch_size=35", "cpu_threads=1"]
-REFERENCE = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
+EVAL = [
+    "evaluation.every=2",
+    "evaluation.num_samples=70",
+    "sampler.num_steps=2",
+    "sampling.batch_size=35",
+    "train.num_steps=4",
+    "train.lr=1e-2",
+]
+FID = ["evaluation.num_samples=70", "sampling.batch_size=35", "machine.cpu_threads=1"]
+REFERENCE = f"evaluation.reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
+
+
+def records(run):
+    return read_records(run / "evaluations" / "results.jsonl")
 
 
 def evaluations(run):
-    """Return {(step, cfg_scale): metrics}."""
-    return {(record["step"], record["cfg_scale"]): record["metrics"] for record in metrics(run) if "metrics" in record}
+    """Return {(step, cfg_scale): metrics} of the evaluations that training made."""
+    return {(r.step, r.settings["cfg_scale"]): r.metrics for r in records(run) if r.checkpoint is None}
+
+
+def record(name, value, groups=(), **settings):
+    """Return the record of a set of images with one metric."""
+    settings = {"images": name, "images_hash": f"content of {name}", "num_samples": 70, "detector": "x"} | settings
+    return Evaluation(settings=settings, metrics={"fid": value}, jackknife={"fid": [*groups]} if groups else {})
+
+
+def wanted(done):
+    return done.model_copy(update={"metrics": {}, "jackknife": {}})
 
 
 @pytest.fixture(scope="module")
@@ -60,37 +82,91 @@ def fid(tmp_path, monkeypatch):
     draw(monkeypatch, itertools.count())
 
     def run(output, *overrides):
-        sampler = [] if any(override.startswith("images=") for override in overrides) else ["num_steps=2"]
+        sampler = [] if any(override.startswith("images=") for override in overrides) else ["sampler.num_steps=2"]
+        sampler += [] if not sampler or any(override.startswith("guidance=") for override in overrides) else ["guidance=none"]
         run_fid(f"output={tmp_path / output}", *FID, *sampler, *overrides)
         return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
 
     return run
 
 
-def test_training_evaluates_one_more_guidance_with_the_figures_of_fid(fid, tmp_path):
-    sparse = ["w=1.7", "r_strong=0.25", "r_weak=0.75"]
-    settings = ["guidance@eval.guidance=sparse", *(f"eval.guidance.{setting}" for setting in sparse)]
-    run = run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0]", *settings)
-    lines = [line for line in metrics(run) if "metrics" in line]
-    assert [line.get("cfg_scale") for line in lines] == [1.0, None] and lines[1]["guidance"] == "sparse"
-    (line,) = fid("out", f"checkpoint={run}", "guidance=sparse", *(f"guidance.{setting}" for setting in sparse))
-    assert {key: lines[1][key] for key in line["point"] if key.startswith("guidance")} == {
-        key: value for key, value in line["point"].items() if key.startswith("guidance")
-    }
-    assert line["metrics"] == pytest.approx(lines[1]["metrics"], rel=1e-4)
+def test_training_evaluates_every_guidance_of_its_lists_with_the_figures_of_fid(fid, tmp_path):
+    sparse = ["guidance=sparse", "guidance.w=[1.0,1.7]", "guidance.r_strong=0.25", "guidance.r_weak=0.75"]
+    run = run_train(tmp_path, "run", *EVAL, "train.num_steps=2", *sparse)
+    assert [r.settings["guidance.w"] for r in records(run)] == [1.0, 1.7]
+    lines = fid("out", f"checkpoint={run}", *sparse)
+    for line, own in zip(lines, records(run), strict=True):
+        assert line["settings"] == own.settings and line["metrics"] == pytest.approx(own.metrics, rel=1e-4)
     (read,), _ = read_runs([run])
     words = {measure.guidance for measure in read.figures if measure.metric == "fd_digits"}
     assert len(words) == 2 and any("guidance sparse, guidance.w 1.7" in text for text in words)
-    before = (run / "metrics.jsonl").read_text()
-    run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0]", *settings)
-    assert (run / "metrics.jsonl").read_text() == before  # all evaluations were found
-    again = run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "eval.cfg_scales=[1.0,1.7]", "guidance@eval.guidance=cfg")
-    found = [line.get("cfg_scale") for line in metrics(again) if "metrics" in line]
-    assert found == [1.0, None, 1.7, 1.5]
+    run_train(tmp_path, "run", *EVAL, "train.num_steps=2", *sparse)
+    assert len(records(run)) == 2  # all evaluations were found
+    run_train(tmp_path, "run", *EVAL, "train.num_steps=2", "guidance=cfg", "guidance.cfg_scale=[1.0,1.7]")
+    assert [r.settings.get("cfg_scale") for r in records(run)] == [None, None, 1.0, 1.7]
+
+
+def test_each_guidance_of_a_list_is_sampled_by_its_own_sampler_if_one_lacks_a_setting_of_the_other(train, fid):
+    lists = ["guidance=sparse", "guidance.level_hi=[null,1.0]"]
+    run = train("run", *EVAL, "train.num_steps=2", *lists)
+    lines = fid("out", f"checkpoint={run}", *lists)
+    assert [line["cost"] for line in lines] == [own.cost for own in records(run)] and lines[0]["cost"] != lines[1]["cost"]
+    assert [line["metrics"] for line in lines] == [pytest.approx(own.metrics, rel=1e-4) for own in records(run)]
+
+
+def test_a_backup_of_a_checkpoint_does_not_have_the_figures_of_training(edm, tmp_path, caplog):
+    run = shutil.copytree(edm, tmp_path / "run")
+    shutil.copytree(run / "checkpoints" / "step_0000004", run / "checkpoints" / "backup")
+    caplog.set_level("INFO")
+    for folder, number in (("step_0000004", 0), ("backup", 2)):
+        run_fid(f"checkpoint={run / 'checkpoints' / folder}", "machine.cpu_threads=1")
+        assert f"{number} of 2 evaluations to do" in caplog.text
+        caplog.clear()
+
+
+def test_a_reference_that_changes_during_training_does_not_change_what_the_figures_say(train, tmp_path, monkeypatch):
+    reference, step = shutil.copy(REPOSITORY / REFERENCE.partition("=")[2], tmp_path / "reference.npz"), Trainer.train_step
+
+    def remove_and_step(trainer, batch):
+        Path(reference).unlink(missing_ok=True)
+        return step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", remove_and_step)
+    run = train("run", *EVAL, "guidance=none", f"evaluation.reference={reference}")
+    assert len({r.settings["reference_hash"] for r in records(run)}) == 1 and len(records(run)) == 2
+
+
+def test_fid_measures_what_training_measured_so_that_nothing_is_left_to_do(train, caplog, capsys):
+    keys = [*EVAL, "checkpoint.every=2", "evaluation.final_num_samples=80", "evaluation.first_seed=5", "sampling.labels=balanced"]
+    run = train("run", *keys)
+    assert [r.settings["num_samples"] for r in records(run)] == [70, 70, 80, 80]
+    caplog.set_level("INFO")
+    for named, number, counted in (("checkpoint", 2, "80"), ("checkpoints", 4, "70 and 80")):
+        run_fid(f"{named}={run}", "machine.cpu_threads=1")
+        assert f"0 of {number} evaluations to do, of {counted} samples, in {run / 'evaluations'}" in caplog.messages[-1]
+        head, *rows = capsys.readouterr().out.splitlines()
+        assert len(rows) == number and "num_samples" in head.split() and "fd_digits" in head
+    (read,), problems = read_runs([run])
+    assert not problems and len(records(run)) == 4
+    assert sum(len(curve) for measure, curve in read.figures.items() if measure.metric == "fd_digits") == 4  # each once
+
+
+def test_a_run_that_repeats_steps_evaluates_them_again_and_keeps_the_results_of_fid(train):
+    run = train("run", *EVAL, "checkpoint.every=2", "guidance=none")
+    run_fid(f"checkpoints={run}", "guidance=cfg", "machine.cpu_threads=1")
+    before = records(run)
+    assert [(r.step, r.checkpoint is None) for r in before] == [(2, True), (4, True), (2, False), (4, False)] or len(before) == 4
+    shutil.rmtree(run / "checkpoints" / "step_0000004")
+    train("run", *EVAL, "checkpoint.every=2", "guidance=none")
+    after = records(run)
+    assert [(r.step, r.metrics) for r in after if r.checkpoint is None] == [
+        (r.step, r.metrics) for r in before if r.checkpoint is None
+    ]
+    assert [r for r in after if r.checkpoint] == [r for r in before if r.checkpoint]
 
 
 def test_training_is_the_same_with_and_without_evaluation(edm, train):
-    without = train("without", *EVAL, "eval.every=0")
+    without = train("without", *EVAL, "evaluation.every=0")
     assert losses(edm) == losses(without)
     assert list(evaluations(edm)) == [(2, 1.0), (2, 1.5), (4, 1.0), (4, 1.5)]
     assert all(list(found) == NAMES for found in evaluations(edm).values())
@@ -98,23 +174,23 @@ def test_training_is_the_same_with_and_without_evaluation(edm, train):
 
 def test_an_interrupted_evaluation_is_completed_by_the_next_start(edm, train):
     run = train("run", *EVAL)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    file = run / "evaluations" / "results.jsonl"
+    file.write_text("\n".join(file.read_text().splitlines()[:-1]) + "\n")
     train("run", *EVAL)
     assert evaluations(run) == evaluations(edm)
-    before = (run / "metrics.jsonl").read_text()
+    before = file.read_text()
     train("run", *EVAL)
-    assert (run / "metrics.jsonl").read_text() == before
+    assert file.read_text() == before
 
 
 def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, fid, tmp_path):
     sweep = [f"checkpoints={edm}", "guidance=cfg"]
-    first = fid("out", *sweep, "cfg_scale=1.5")
-    lines = fid("out", *sweep, "cfg_scale=[1.0,1.5]")
+    first = fid("out", *sweep, "guidance.cfg_scale=1.5")
+    lines = fid("out", *sweep, "guidance.cfg_scale=[1.0,1.5]")
     assert len(first) == 2 and len(lines) == 4 and lines[:2] == first
     for line in lines:
-        step, scale = int(line["point"]["checkpoint"][-7:]), line["point"]["cfg_scale"]
-        assert line["metrics"] == pytest.approx(evaluations(edm)[step, scale], rel=1e-4)
+        expected = evaluations(edm)[line["step"], line["settings"]["cfg_scale"]]
+        assert line["metrics"] == pytest.approx(expected, rel=1e-4)
     with open(tmp_path / "out" / "results.csv") as f:
         rows = list(csv.DictReader(f))
     swept = [(row["run"], row["step"], row["cfg_scale"]) for row in rows]
@@ -125,9 +201,9 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
     assert {(row["reference"], row["detector"]) for row in rows} == {("digits_reference.npz", "digits")}
     assert {row["network_precision"] for row in rows} == {"fp32"}
     assert [row["best"] for row in rows] == ["*" if row is best else "~" for row in rows]  # 70 samples: no significant difference
-    fid("out", f"checkpoint={edm}", "num_samples=35")  # a point with another number of samples is not compared
+    fid("out", f"checkpoint={edm}", "evaluation.num_samples=35")  # a point with another number of samples is not compared
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
-    fid("out", *sweep, "cfg_scale=[1.0,1.5]")
+    fid("out", *sweep, "guidance.cfg_scale=[1.0,1.5]")
     assert (tmp_path / "out" / "results.md").read_text().count("\n") == 9
     assert Image.open(tmp_path / "out" / "results.png").size[0] > 300
 
@@ -135,10 +211,15 @@ def test_fid_gives_the_figures_of_training_and_sweeps_keep_finished_points(edm, 
 def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ(edm, fid, tmp_path, capsys, monkeypatch):
     shutil.copytree(edm, tmp_path / "runs" / "first", ignore=shutil.ignore_patterns("evaluations"))
     monkeypatch.chdir(tmp_path)
-    points = ["guidance=cfg", "cfg_scale=[1.0,1.5]", *FID]
+    points = ["guidance=cfg", "guidance.cfg_scale=[1.0,1.5]", *FID]
     run_fid("checkpoint=runs/first", *points)
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[:2] == ["cfg_scale", "best"] and "fd_digits" in head and "detector" not in head and len(rows) == 2
+    assert (
+        head.split()[:3] == ["cfg_scale", "num_samples", "best"]
+        and "fd_digits" in head
+        and "detector" not in head
+        and len(rows) == 2
+    )
     assert [file.name[:27] for file in Path("runs/reference_features").iterdir()] == ["digits_reference.npz_digits_"[:27]]
     Path("runs/first").rename("runs/second")
     spellings = ("runs/second", str(tmp_path / "runs" / "second"), "runs/../runs/second/checkpoints/step_0000004")
@@ -155,38 +236,63 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
 
 def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_again(train, tmp_path):
     shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
-    settings = [*EVAL, "train.num_steps=1", "eval.cfg_scales=[1.0]", f"evaluation.detector_weights={weights}"]
+    settings = [*EVAL, "train.num_steps=1", "guidance=none", f"evaluation.detector_weights={weights}"]
     run = train("run", *settings)
     weights.write_bytes(weights.read_bytes() + b" ")
     train("run", *settings)
-    assert len({record["settings"]["detector_weights"] for record in metrics(run) if "metrics" in record}) == 2
+    assert len({r.settings["detector_weights"] for r in records(run)}) == 2
     arrays = dict(np.load(REPOSITORY / REFERENCE.partition("=")[2]))
     np.savez(tmp_path / "digits_reference.npz", **arrays | {"arr_0": 255 - arrays["arr_0"]})
     settings.append(f"evaluation.reference={tmp_path / 'digits_reference.npz'}")
     train("run", *settings)
-    assert len([record for record in metrics(run) if "metrics" in record]) == 3
-    train("run", *settings, "sample.rounding=truncate")  # the images change, too
-    lines = [record for record in metrics(run) if "metrics" in record]
-    assert [record["settings"].get("rounding") for record in lines] == 3 * [None] + ["truncate"]
-    assert lines[3]["metrics"] != lines[2]["metrics"]
+    assert len(records(run)) == 3
+    train("run", *settings, "sampling.rounding=truncate")  # the images change, too
+    assert [r.settings["rounding"] for r in records(run)] == 3 * ["round"] + ["truncate"]
+    assert records(run)[3].metrics != records(run)[2].metrics
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
-    shared = {"num_samples": 70, "reference": "reference"}
-    first, second = (Point({"images": name}, f"content of {name}", {}) for name in ("a.npz", "b.npz"))
-    Results(tmp_path, shared).add(first, {"fid": 1.0}, {}, {})
+    first, second = record("a.npz", 1.0), record("b.npz", 2.0)
+    Results(tmp_path).add(first)
     with open(tmp_path / "results.jsonl", "a") as f:
-        f.write('{"point": {"images": "b.npz"}')
-    results = Results(tmp_path, shared)
-    assert results.find(first) and not results.find(second)
-    results.add(second, {"fid": 2.0}, {}, {})
-    results = Results(tmp_path, shared)
-    assert results.find(first) and results.find(second)
-    assert Results(tmp_path, shared | {"num_samples": 71}).find(first) is None
-    assert results.find(replace(first, hash="other images")) is None
+        f.write('{"settings": {"images": "b.npz"}')
+    results = Results(tmp_path)
+    assert results.find(wanted(first)) == first and not results.find(wanted(second))
+    results.add(second)
+    results = Results(tmp_path)
+    assert results.find(wanted(first)) and results.find(wanted(second))
+    assert results.find(record("moved.npz", 0.0, images_hash="content of a.npz")) == first
+    assert results.find(record("a.npz", 0.0, num_samples=71)) is None
+    assert results.find(record("a.npz", 0.0, images_hash="other images")) is None
     (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
     with pytest.raises(UserError, match="results.md was not written by fid.py"):
-        Results(tmp_path, shared)
+        Results(tmp_path).check()
+
+
+def test_usual_values_compare_as_if_they_were_missing(tmp_path):
+    """So a setting can be added to format 1: older records lack it and meant its usual value."""
+    older, newer = record("a.npz", 1.0), record("a.npz", 0.0, labels="random", first_seed=0, rounding="round")
+    Results(tmp_path).add(older)
+    assert Results(tmp_path).find(newer) == older
+    assert Results(tmp_path).find(record("a.npz", 0.0, labels="balanced")) is None
+
+
+def test_a_record_without_a_hash_counts_only_for_its_step_in_the_folder_of_its_run(tmp_path):
+    of_run = {"settings": {"num_samples": 70, "detector": "x"}}
+    trained = Evaluation(run="old name", step=2, metrics={"fid": 1.0}, **of_run)
+    Results(tmp_path / "run" / "evaluations", tmp_path / "run").add(trained)
+    own = Results(tmp_path / "run" / "evaluations", tmp_path / "run")
+    assert own.find(Evaluation(run="run", step=2, checkpoint="hash", **of_run)) == trained
+    assert own.find(Evaluation(run="run", step=3, checkpoint="hash", **of_run)) is None
+    assert own.find(Evaluation(run="another", step=2, checkpoint="hash", **of_run)) is None
+    assert Results(tmp_path / "run" / "evaluations").find(Evaluation(run="run", step=2, checkpoint="hash", **of_run)) is None
+    hashed = Evaluation(run="run", step=4, checkpoint="hash", metrics={"fid": 2.0}, **of_run)
+    own.add(hashed)
+    assert own.find(Evaluation(run="moved", step=4, checkpoint="hash", **of_run)) == hashed
+    assert own.find(Evaluation(run="run", step=4, **of_run)) is None  # training repeats the step, perhaps with other settings
+    assert lowest([trained, hashed]) == 1.0 and lowest([]) is None
+    loss = Evaluation(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
+    assert lowest([loss, hashed]) == 2.0 and lowest([loss]) == 0.1
 
 
 def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_hashes(edm, fid, tmp_path, monkeypatch):
@@ -199,8 +305,7 @@ def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_
     assert hashes[0] != hashes[1] and autoencoders.hash_local_files("sd-vae:stabilityai/sd-vae-ft-ema") is None
     assert autoencoders.hash_local_files("identity") is None is autoencoders.hash_local_files("none")
     monkeypatch.setattr(autoencoders, "hash_local_files", lambda spec: hashes[0])
-    assert len(fid("out", f"checkpoint={edm}")) == 1  # lines of earlier versions have no hash
-    assert "autoencoder_hash" not in (tmp_path / "out" / "results.md").read_text()
+    assert len(fid("out", f"checkpoint={edm}")) == 2
     for number, hash_ in enumerate(hashes, 1):
         monkeypatch.setattr(autoencoders, "hash_local_files", lambda spec, hash_=hash_: hash_)
         for _ in range(2):
@@ -217,11 +322,11 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
 
     def stored(run):
         lines = (run / "evaluations" / "results.jsonl").read_text().splitlines()
-        return {json.loads(line)["shown"]["run"]: json.loads(line)["metrics"] for line in lines}
+        return {json.loads(line)["run"]: json.loads(line)["metrics"] for line in lines}
 
     def evaluate(*names):
         capsys.readouterr()
-        run_fid(f"checkpoint=[{','.join(str(tmp_path / name) for name in names)}]", *FID, "num_steps=2")
+        run_fid(f"checkpoint=[{','.join(str(tmp_path / name) for name in names)}]", *FID, "sampler.num_steps=2", "guidance=none")
         return capsys.readouterr().out
 
     both = evaluate("a", "b")
@@ -233,7 +338,7 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
     (read,), problems = read_runs([runs[1]])
     assert not problems and 70 in {measure.num_samples for measure in read.figures}
 
-    monkeypatch.setattr(points.PointEvaluator, "features", lambda *arguments: pytest.fail("this point has a result"))
+    monkeypatch.setattr(points.PointEvaluator, "score", lambda *arguments: pytest.fail("this point has a result"))
     assert evaluate("b").count("\n") == 2 and evaluate("a", "b") == both
     assert [line.split()[0] for line in evaluate("b", "a").splitlines()[1:]] == ["b", "a"]
     assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
@@ -241,11 +346,11 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
 
 def test_output_takes_the_results_and_tables_of_several_runs(edm, sit, fid, tmp_path):
     runs = [shutil.copytree(run, tmp_path / name) for run, name in ((edm, "a"), (sit, "b"))]
-    lines = fid("out", f"checkpoint=[{runs[0]},{runs[1]}]", "num_samples=4")
-    assert [line["shown"]["run"] for line in lines] == ["a", "b"]
+    lines = fid("out", f"checkpoint=[{runs[0]},{runs[1]}]", "evaluation.num_samples=4")
+    assert [line["run"] for line in lines] == ["a", "b"]
     text = (tmp_path / "out" / "results.md").read_text()
     assert "\n| a |" in text and "\n| b |" in text and (tmp_path / "out" / "results.png").exists()
-    assert not [*tmp_path.glob("[ab]/evaluations")]
+    assert not [*tmp_path.glob("[ab]/evaluations/results.md")]
 
 
 def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_does_not_stop_a_comparison(
@@ -256,7 +361,7 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
         shutil.copytree(source, run, ignore=shutil.ignore_patterns("evaluations"))
     own = runs[1] / "evaluations"
     lines = tmp_path / "a" / "evaluations" / "results.jsonl"
-    command = [f"checkpoint=[{','.join(map(str, runs))}]", *FID, "num_steps=2"]
+    command = [f"checkpoint=[{','.join(map(str, runs))}]", *FID, "sampler.num_steps=2", "guidance=none"]
 
     def at_locking():
         own.mkdir()
@@ -271,7 +376,7 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
                 raise UserError(f"{path}: the disk is full")
             append_line(path, record)
 
-        monkeypatch.setattr("evaluations.results.append_line", full)
+        monkeypatch.setattr("evaluations.record.append_line", full)
 
     for prepare in (at_locking, at_opening, at_storing):
         caplog.clear()
@@ -279,58 +384,70 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
         prepare()
         run_fid(*command)
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", "a", "b"]
-        assert [json.loads(line)["shown"]["run"] for line in lines.read_text().splitlines()] == ["a"]
+        assert [json.loads(line)["run"] for line in lines.read_text().splitlines()] == ["a"]
         assert len([text for text in caplog.messages if "are printed, but not stored" in text]) == 1
         assert not (own / "results.md").exists() and not (runs[2] / "evaluations").exists()
         own.unlink() if own.is_symlink() else shutil.rmtree(own)
         shutil.rmtree(lines.parent)
-    run_fid(f"checkpoint={runs[2]}", *FID, "num_steps=2")  # equal weights have one result, which is not in the copy
+    run_fid(
+        f"checkpoint={runs[2]}", *FID, "sampler.num_steps=2", "guidance=none"
+    )  # equal weights have one result, which is not in the copy
+
+
+def table_of(results, own):
+    write_tables(results, [(done, shown(done)) for done in own], "fid")
+    return EvaluationTable(own, [shown(done) for done in own], "fid").terminal()
 
 
 def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the_last_one_have_all(tmp_path):
-    shared = {"num_samples": 70, "reference": "reference"}
-    first, second = (Point({"images": name}, f"of {name}", {"images": name, "number": len(name)}) for name in ("a", "bb"))
-    ours, theirs = Results(tmp_path, shared), Results(tmp_path, shared)
-    ours.add(first, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
-    assert theirs.find(first)["metrics"] == {"fid": 1.0}
-    theirs.add(first, {"fid": 3.0}, {"fid": [1.0, 2.0]}, {})
-    theirs.add(second, {"fid": 2.0}, {"fid": [1.0, 2.0]}, {})
-    assert [line["metrics"]["fid"] for line in ours.lines] == [1.0, 2.0]
-    assert "1.00 ± 0.50" in (table := ours.write([first, second], "fid")) and "2.00 ± 0.50" in table
+    first, second = record("a", 1.0, (1.0, 2.0), number=1), record("bb", 2.0, (1.0, 2.0), number=2)
+    ours, theirs = Results(tmp_path), Results(tmp_path)
+    ours.add(first)
+    assert theirs.find(wanted(first)).metrics == {"fid": 1.0}
+    theirs.add(first.model_copy(update={"metrics": {"fid": 3.0}}))
+    theirs.add(second)
+    assert [done.metrics["fid"] for done in ours.records] == [1.0, 2.0]
+    assert "1.00 ± 0.50" in (table := table_of(ours, [first, second])) and "2.00 ± 0.50" in table
     assert (tmp_path / "results.png").exists()
 
 
 def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, monkeypatch, caplog):
-    sweep, features, evaluated = ["out", f"checkpoints={edm}", "num_samples=4"], points.PointEvaluator.features, []
+    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], points.PointEvaluator.score, []
 
-    def recorded(self, recipe, *more):
-        evaluated.append(store.read_step(recipe.checkpoint))
+    def recorded(self, point, name):
+        evaluated.append(point.wanted.step)
         if len(evaluated) == 1:  # another command runs from its start to its end
             fid(*sweep)
-        return features(self, recipe, *more)
+        return score(self, point, name)
 
-    monkeypatch.setattr(points.PointEvaluator, "features", recorded)
+    monkeypatch.setattr(points.PointEvaluator, "score", recorded)
     caplog.set_level("INFO")
     lines = fid(*sweep)
-    assert evaluated == [2, 2, 4] and [line["shown"]["step"] for line in lines] == [2, 4]
+    assert evaluated == [2, 2, 4] and [line["step"] for line in lines] == [2, 4]
     assert len([text for text in caplog.messages if "another command has stored this point" in text]) == 1
 
 
 def test_points_are_evaluated_in_a_random_order_network_by_network_and_listed_as_the_command_lists_them(
     edm, monkeypatch, tmp_path, capsys
 ):
-    sweep = [f"checkpoints={edm}", "guidance=cfg", "cfg_scale=[1.0,1.5]", "num_samples=4", f"output={tmp_path / 'out'}"]
+    sweep = [
+        f"checkpoints={edm}",
+        "guidance=cfg",
+        "guidance.cfg_scale=[1.0,1.5]",
+        "evaluation.num_samples=4",
+        f"output={tmp_path / 'out'}",
+    ]
     draw(monkeypatch, itertools.count(0, -1))
-    run_fid(*sweep, "num_steps=2", "cpu_threads=1")
-    lines = [json.loads(line)["shown"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["cfg_scale"]) for line in lines] == [(4, 1.5), (4, 1.0), (2, 1.5), (2, 1.0)]
+    run_fid(*sweep, "sampler.num_steps=2", "machine.cpu_threads=1")
+    stored = read_records(tmp_path / "out" / "results.jsonl")
+    assert [(r.step, r.settings["cfg_scale"]) for r in stored] == [(4, 1.5), (4, 1.0), (2, 1.5), (2, 1.0)]
     printed = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
     assert printed == [("step", "cfg_scale"), ("2", "1"), ("2", "1.5"), ("4", "1"), ("4", "1.5")]
     monkeypatch.undo()
     orders = []
     for _ in range(2):
         random.seed(0)  # a seed, for example of a sweeper, does not give two commands the same order
-        listed = [(None, SimpleNamespace(network=i // 5)) for i in range(20)]
+        listed = [SimpleNamespace(recipe=SimpleNamespace(network=i // 5)) for i in range(20)]
         orders.append(points.in_random_order(listed, range(20)))
         assert sorted(orders[-1]) == [*range(20)] and len([*itertools.groupby(orders[-1], lambda i: i // 5)]) == 4
     assert orders[0] != orders[1]
@@ -340,11 +457,11 @@ def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, 
     def full(path, record):
         raise UserError("the disk is full")
 
-    monkeypatch.setattr("evaluations.results.append_line", full)
+    monkeypatch.setattr("evaluations.record.append_line", full)
     with pytest.raises(UserError, match="the disk is full"):
-        fid("out", f"checkpoints={edm}", "num_samples=4")
+        fid("out", f"checkpoints={edm}", "evaluation.num_samples=4")
     (tmp_path / "file").touch()
-    monkeypatch.setattr(points.PointEvaluator, "features", lambda *arguments: pytest.fail("this is known before any work"))
+    monkeypatch.setattr(points.PointEvaluator, "score", lambda *arguments: pytest.fail("this is known before any work"))
     with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
         fid("file/out", f"checkpoints={edm}")
 
@@ -355,30 +472,30 @@ def test_a_folder_that_a_trainer_locks_can_take_results(edm, fid, tmp_path):
 
 
 def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplog):
-    shared, point = {"num_samples": 70, "reference": "reference"}, Point({"images": "a.npz"}, "content", {"images": "a.npz"})
-    Results(tmp_path, shared).add(point, {"fid": 1.0}, {"fid": [1.0, 2.0]}, {})
+    done = record("a.npz", 1.0, (1.0, 2.0))
+    Results(tmp_path).add(done)
     good = json.loads((tmp_path / "results.jsonl").read_text())
     infinite, no_groups = good | {"metrics": {"fid": float("nan")}}, good | {"jackknife": {"fid": []}}
-    bad = [infinite, no_groups, {"theirs": 1}, [3], good | {"shown": "text"}, good | {"metrics": {"fid": "1.0"}}]
+    bad = [infinite, no_groups, {"theirs": 1}, [3], good | {"settings": "text"}, good | {"metrics": {"fid": "1.0"}}]
     lines = [json.dumps(line) for line in bad]
     (tmp_path / "results.jsonl").write_text("\n".join([*lines[:3], "theirs", "[" * 100_000, *lines[3:], json.dumps(good), ""]))
-    results = Results(tmp_path, shared)
-    assert results.lines == [good] and results.find(point) == good
+    results = Results(tmp_path)
+    assert results.records == [done] and results.find(wanted(done)) == done
     for name in ("b.npz", "c.npz"):  # results without standard errors: nothing says whether they are worse
-        results.add(Point({"images": name}, name, {"images": name}), {"fid": 2.0}, {}, {})
-    results.write([point], "fid")
+        results.add(record(name, 2.0))
+    write_tables(results, [(done, shown(done))], "fid")
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
-    assert [(row["images"], row["best"]) for row in rows] == [("a.npz", "*"), ("b.npz", ""), ("c.npz", "")]
+    assert [(row["images"], row["best"]) for row in rows] == [("a.npz", "*"), ("b.npz", "?"), ("c.npz", "?")]
     (warning,) = caplog.messages
     assert warning.startswith(f"{tmp_path / 'results.jsonl'}: line 1 is left out: metrics.fid=nan: ")
     assert warning.endswith("(7 other lines are left out, too)")
-    assert "1.00 ± 0.50" in results.write([point], "fid")
+    assert "1.00 ± 0.50" in table_of(results, [done])
 
 
 def test_a_results_file_that_is_a_link_is_refused_before_the_evaluations(tmp_path):
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
     with pytest.raises(UserError, match="results.jsonl is a link, and nothing is written through links"):
-        Results(tmp_path, {})
+        Results(tmp_path).check()
 
 
 def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
@@ -388,7 +505,7 @@ def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):
     monkeypatch.setattr(autoencoders, "build", failing)
     for run in (run_fid, run_sample):
         with pytest.raises(UserError, match="the autoencoder is missing"):
-            run(f"checkpoint={edm}", f"output={tmp_path / 'new' / 'out'}", "num_samples=4", "num_steps=2", "cpu_threads=1")
+            run(f"checkpoint={edm}", f"output={tmp_path / 'new' / 'out'}", "sampler.num_steps=3", "machine.cpu_threads=1")
         assert not (tmp_path / "new").exists()
 
 
@@ -409,17 +526,17 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
     restore()
     monkeypatch.setattr(store, "load_weights", removed_meanwhile)
-    lines = fid("all", f"checkpoints={run}", "num_samples=4", "weights=[ema,raw]")
-    assert [line["shown"]["step"] for line in lines] == [2, 2] and (tmp_path / "all" / "results.png").exists()
+    lines = fid("all", f"checkpoints={run}", "evaluation.num_samples=4", "sampling.weights=[ema,raw]")
+    assert [line["step"] for line in lines] == [2, 2] and (tmp_path / "all" / "results.png").exists()
     assert caplog.messages.count(f"{newest} was removed meanwhile; this point is left out") == 2
 
     words = "^[^ ]*step_0000004 was removed while it was read; run the same command again$"
-    seeds = [f"checkpoint={run}", "seeds=0-1", "num_steps=2", "cpu_threads=1"]
+    seeds = [f"checkpoint={run}", "seeds=0-1", "sampler.num_steps=2", "machine.cpu_threads=1"]
     restore()
     with pytest.raises(UserError, match=words):
-        fid("newest", f"checkpoint={run}", "num_samples=4")
-    (line,) = fid("newest", f"checkpoint={run}", "num_samples=4")
-    assert line["shown"]["step"] == 2
+        fid("newest", f"checkpoint={run}", "evaluation.num_samples=4")
+    (line,) = fid("newest", f"checkpoint={run}", "evaluation.num_samples=4")
+    assert line["step"] == 2
     restore()
     with pytest.raises(UserError, match=words):
         run_sample(*seeds)
@@ -430,13 +547,19 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
     restore()
     removes.remove("ema")
-    sweep = [f"checkpoint={run}", "num_samples=4", "weights=[ema,raw]", "guidance=cfg", "cfg_scale=[1.0,1.5]"]
+    sweep = [
+        f"checkpoint={run}",
+        "evaluation.num_samples=4",
+        "sampling.weights=[ema,raw]",
+        "guidance=cfg",
+        "guidance.cfg_scale=[1.0,1.5]",
+    ]
     with pytest.raises(UserError, match=words):
         fid("sweep", *sweep)
     restore()
     removes.clear()
     lines = fid("sweep", *sweep)  # finished points are kept
-    assert [(line["shown"]["step"], line["shown"]["weights"]) for line in lines] == 2 * [(4, "ema")] + 2 * [(4, "raw")]
+    assert [(line["step"], line["settings"]["weights"]) for line in lines] == 2 * [(4, "ema")] + 2 * [(4, "raw")]
 
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
@@ -446,7 +569,7 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"output=runs/evaluations/.* is inside images=\."):
-        run_fid("images=.", REFERENCE, "evaluation.detector=digits", "cpu_threads=1")
+        run_fid("images=.", REFERENCE, "evaluation.detector=digits", "machine.cpu_threads=1")
     monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
     assert script.results_folder(in_run) == tmp_path / "run" / "evaluations"
@@ -456,11 +579,14 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
 
 
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(sit, fid, tmp_path):
-    lines = fid("out", f"checkpoint={sit}", "solver=[heun,euler]")
+    lines = fid("out", f"checkpoint={sit}", "sampler.solver=[heun,euler]")
     assert lines[0]["metrics"] == pytest.approx(evaluations(sit)[4, 1.0], rel=1e-4)
     assert [line["cost"]["network_evaluations"] for line in lines] == [3, 2]
     sparse = fid("out", f"checkpoint={sit}", "guidance=sparse", "guidance.w=[1,2]")[2:]
-    assert [(line["point"]["guidance"], line["point"]["guidance.w"]) for line in sparse] == [("sparse", 1.0), ("sparse", 2.0)]
+    assert [(line["settings"]["guidance"], line["settings"]["guidance.w"]) for line in sparse] == [
+        ("sparse", 1.0),
+        ("sparse", 2.0),
+    ]
     assert [line["cost"]["network_evaluations"] for line in sparse] == [3, 6]
     assert sparse[0]["metrics"] == pytest.approx(lines[0]["metrics"], rel=1e-4)  # w=1 with r_strong=0 is no guidance
     assert 0.5 < sparse[1]["cost"]["gflops_per_image"] / sparse[0]["cost"]["gflops_per_image"] / 2 < 1
@@ -468,20 +594,20 @@ def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(
 
 
 def test_a_sweep_covers_checkpoints_of_two_diffusions_and_autoguidance_loads_a_second_network(edm, sit, fid, tmp_path):
-    lines = fid("out", f"checkpoint=[{edm},{sit}]", "num_steps=[1,2]", "num_samples=2")
-    assert [line["point"]["num_steps"] for line in lines] == [1, 2, 1, 2]
-    (line,) = fid("euler", f"checkpoint={sit}", "solver=euler", "num_samples=2")
-    assert line["point"]["solver"] == line["shown"]["solver"] == "euler"
+    lines = fid("out", f"checkpoint=[{edm},{sit}]", "sampler.num_steps=[1,2]", "evaluation.num_samples=2")
+    assert [line["settings"]["num_steps"] for line in lines] == [1, 2, 1, 2]
+    (line,) = fid("euler", f"checkpoint={sit}", "sampler.solver=euler", "evaluation.num_samples=2")
+    assert line["settings"]["solver"] == line["settings"]["solver"] == "euler"
     assert (tmp_path / "out" / "results.png").exists()
-    (line,) = fid("auto", f"checkpoint={edm}", "guidance=autoguidance", f"guidance.checkpoint={edm}", "num_samples=2")
-    assert line["point"]["guidance.checkpoint"].endswith("step_0000004") and line["cost"]["network_evaluations"] == 6
-    with pytest.raises(UserError, match="S_churn is not a setting"):
-        fid("churn", f"checkpoint=[{edm},{sit}]", "S_churn=1")
+    (line,) = fid("auto", f"checkpoint={edm}", "guidance=autoguidance", f"guidance.checkpoint={edm}", "evaluation.num_samples=2")
+    assert line["settings"]["guidance.checkpoint"].endswith("step_0000004") and line["cost"]["network_evaluations"] == 6
+    with pytest.raises(UserError, match="sampler.S_churn is not a key"):
+        fid("churn", f"checkpoint=[{edm},{sit}]", "sampler.S_churn=1")
 
 
 def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(edm, fid, tmp_path):
     from_checkpoint = fid("a", f"checkpoint={edm}")[0]["metrics"]
-    settings = ["seeds=0-69", "num_steps=2", "batch_size=35", "cpu_threads=1"]
+    settings = ["seeds=0-69", "guidance=none", "sampler.num_steps=2", "sampling.batch_size=35", "machine.cpu_threads=1"]
     run_sample(f"checkpoint={edm}", f"output={tmp_path / 'samples'}", *settings)
     digits = ["evaluation.detector=digits", REFERENCE]
     from_npz = fid("b", f"images={tmp_path / 'samples' / 'samples_0-69.npz'}", *digits)[0]["metrics"]
@@ -496,7 +622,7 @@ def test_images_that_state_their_background_need_a_reference_with_the_same_one(f
         sets[colour] = tmp_path / f"{colour}.npz"
         each = (image for batch in digits.batches(500) for image in batch)
         write_npz(sets[colour], each, digits.shape, digits.labels, background=colour)
-    blue, white = (f"reference={file}" for file in sets.values())
+    blue, white = (f"evaluation.reference={file}" for file in sets.values())
     images = [f"images={sets['lightblue']}", "evaluation.detector=digits"]
     assert fid("blue", *images, blue)[0]["metrics"]["precision_digits"] == 1
     with pytest.raises(UserError, match="white.npz was made with background=white, but evaluation.background=lightblue"):
@@ -505,22 +631,8 @@ def test_images_that_state_their_background_need_a_reference_with_the_same_one(f
         fid("white", *images, white, "evaluation.background=white")
 
 
-def test_results_of_images_in_the_order_of_the_files_are_kept_apart(fid, tmp_path, capsys):
-    images = [f"images={REPOSITORY / 'evaluations' / 'digits_reference.npz'}", "evaluation.detector=digits", REFERENCE]
-    (line,) = fid("out", *images)
-    assert line["point"]["order"] == line["about"]["order"] == "fixed"
-    for entries in (line["point"], line["about"]):  # as earlier versions wrote it
-        del entries["order"]
-    (tmp_path / "out" / "results.jsonl").write_text(json.dumps(line) + "\n")
-    capsys.readouterr()
-    assert len(fid("out", *images)) == len(fid("out", *images)) == 2
-    head, first, second = capsys.readouterr().out.splitlines()[:3]
-    assert "order" in head.split() and ("fixed" in first, "fixed" in second) == (False, True)
-    assert "*" not in first + second and "~" not in first + second  # and not compared
-
-
 def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path):
-    ema, raw = fid("both", f"checkpoint={edm}", "weights=[ema,raw]")
+    ema, raw = fid("both", f"checkpoint={edm}", "sampling.weights=[ema,raw]")
     copy = shutil.copytree(edm, tmp_path / "copy") / "checkpoints" / "step_0000004"
     shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
     renew_manifest(copy)
@@ -537,26 +649,33 @@ def test_weights_raw_evaluates_the_network_instead_of_its_ema(edm, fid, tmp_path
         (["images=evaluations/digits_reference.npz"], "reference"),
         (["images={here}/statistics.npz", REFERENCE], "holds statistics but no images"),
         (["images=/nonexistent.npz", REFERENCE], "^images: /nonexistent.npz"),
-        (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1798"], "num_samples=1798.*1797"),
-        (["images=evaluations/digits_reference.npz", REFERENCE, "num_samples=1"], "num_samples=1: a Frechet distance needs"),
-        (["images=a.npz", "cfg_scale=2"], "cfg_scale= applies to sampling"),
-        (["images=a.npz", "ema_length=0.1"], "ema_length= applies to sampling"),
-        (["images=a.npz", "num_steps=3"], "num_steps= applies to sampling"),
+        (
+            ["images=evaluations/digits_reference.npz", REFERENCE, "evaluation.num_samples=1798"],
+            "evaluation.num_samples=1798.*1797",
+        ),
+        (
+            ["images=evaluations/digits_reference.npz", REFERENCE, "evaluation.num_samples=1"],
+            "evaluation.num_samples=1: .*greater than or equal to 2",
+        ),
+        (["images=a.npz", "guidance=cfg", "guidance.cfg_scale=2"], "guidance= applies to sampling"),
+        (["images=a.npz", "sampling.ema_length=0.1"], "sampling.ema_length= applies to sampling"),
+        (["images=a.npz", "sampler.num_steps=3"], "sampler.num_steps= applies to sampling"),
         (["images=a.npz", "guidance=cfg"], "guidance= applies to sampling"),
-        (["images=a.npz", "weights=raw"], "weights= applies to sampling"),
-        (["images=a.npz", "first_seed=3"], "first_seed= applies to sampling"),
-        (["images=a.npz", "autoencoder=identity"], "autoencoder= applies to sampling"),
-        (["images=a.npz", "precision=fp32"], "precision= applies to sampling"),
-        (["images=a.npz", "labels=balanced"], "labels= applies to sampling"),
-        (["images=a.npz", "compile=blocks"], "compile= applies to sampling"),
-        (["images=a.npz", "+jitter=1"], "jitter= applies to sampling"),
-        (["checkpoint=a", "guidance=cfg", "cfg_scale=2", "guidance.cfg_scale=3"], "cfg_scale=2.* and guidance.cfg_scale=3"),
-        (["checkpoint=a", "guidance=cfg", "cfg_scale=[1,2]", "guidance.cfg_scale=[1,3]"], "cfg_scale=.1.0, 2.* and guidance.cfg"),
-        (["checkpoint=a", "cfg_scale=[1.0,2.0]"], "cfg_scale=.1.0, 2.0. needs guidance=cfg"),
-        (["checkpoint=a", "reference=b.npz", "evaluation.reference=c.npz"], "reference=b.npz and evaluation.reference=c.npz"),
-        (["images=a.npz", "weights=[ema,best]"], r"^weights\[1\]='best'"),
-        (["checkpoint=a", "weights=[]"], r"weights=\[\]: .*at least 1 item"),
-        (["checkpoint={edm}", "num_steps=[]"], r"num_steps=\[\] lists no value"),
+        (["images=a.npz", "sampling.weights=raw"], "sampling.weights= applies to sampling"),
+        (["images=a.npz", "evaluation.first_seed=3"], "evaluation.first_seed= applies to sampling"),
+        (["images=a.npz", "sampling.autoencoder=identity"], "sampling.autoencoder= applies to sampling"),
+        (["images=a.npz", "sampling.precision=fp32"], "sampling.precision= applies to sampling"),
+        (["images=a.npz", "sampling.labels=balanced"], "sampling.labels= applies to sampling"),
+        (["images=a.npz", "machine.compile=blocks"], "machine.compile= applies to sampling"),
+        (["images=a.npz", "+jitter=1"], "^jitter is not a key$"),
+        (
+            ["checkpoint={edm}", "sampler.jitter=1"],
+            "sampler.jitter is not a key of the sampler of diffusion=edm, which has num_steps",
+        ),
+        (["checkpoint=a", "guidance.cfg_scale=[1.0,2.0]"], "guidance.cfg_scale is a key of guidance=cfg or interval or"),
+        (["images=a.npz", "sampling.weights=[ema,best]"], r"^sampling.weights\[1\]='best'"),
+        (["checkpoint=a", "sampling.weights=[]"], r"sampling.weights=\[\]: .*at least 1 item"),
+        (["checkpoint={edm}", "sampler.num_steps=[]"], r"num_steps=\[\] lists no value"),
         (["checkpoint=a", "guidance=sparse", "guidance.w=[]"], r"guidance: w=\[\] lists no value"),
         (["checkpoint=[{edm},{other}]"], "checkpoints of different resolutions need separate commands: 8 .*, 16 "),
         (["checkpoint=[{edm},{other}]"], "different .* .evaluation.reference: .*/digits_reference.npz' -> .*/other.npz'"),
@@ -578,12 +697,12 @@ def test_wrong_settings_are_refused_before_any_work(fid, edm, tmp_path, monkeypa
 
 
 def test_a_run_is_sampled_and_evaluated_in_its_training_precision_unless_another_is_requested(train, fid, tmp_path):
-    assert checked(["train.precision=bf16", "eval.precision=fp32"]).sample.precision == "bf16"
+    assert checked(["train.precision=bf16"]).sampling.precision == "bf16"
     run = train("run", "train.num_steps=2", "train.lr=1e-2", "train.precision=bf16")
-    points = [fid(name, f"checkpoint={run}", *given)[0] for name, given in (("own", []), ("asked", ["precision=fp32"]))]
-    assert [point["point"]["precision"] for point in points] == ["bf16", "fp32"]
+    points = [fid(name, f"checkpoint={run}", *given)[0] for name, given in (("own", []), ("asked", ["sampling.precision=fp32"]))]
+    assert [point["settings"]["network_precision"] for point in points] == ["bf16", "fp32"]
     assert points[0]["metrics"] != points[1]["metrics"]
-    run_sample(f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "cpu_threads=1")
+    run_sample(f"checkpoint={run}", f"output={tmp_path / 'images'}", "seeds=0", *FID[1:2], "machine.cpu_threads=1")
     assert "precision: bf16" in (tmp_path / "images" / "settings.yaml").read_text()
 
 
@@ -601,9 +720,12 @@ def sampled(monkeypatch):
 
 
 def test_results_for_different_labels_or_seeds_are_separate_and_show_these_settings(edm, fid, tmp_path, sampled):
-    lines = [fid("out", f"checkpoint={edm}", *given)[-1] for given in ((), ("labels=balanced",), ("first_seed=70",))]
+    lines = [
+        fid("out", f"checkpoint={edm}", *given)[-1]
+        for given in ((), ("sampling.labels=balanced",), ("evaluation.first_seed=70",))
+    ]
     assert len({line["metrics"]["fd_digits"] for line in lines}) == 3 and sampled[140:] == list(range(70, 140))
-    about = [(line["about"]["labels"], line["about"]["first_seed"]) for line in lines]
+    about = [(line["settings"]["labels"], line["settings"]["first_seed"]) for line in lines]
     assert about == [("random", 0), ("balanced", 0), ("random", 70)]
     assert "balanced" in (tmp_path / "out" / "results.md").read_text()
 
@@ -612,7 +734,7 @@ def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
     load._load_network.cache_clear()
     built, build = [], schema.Model.build
     monkeypatch.setattr(schema.Model, "build", lambda model, data: built.append(model) or build(model, data))
-    fid("out", f"checkpoints={edm}", "guidance=cfg", "cfg_scale=[1.0,1.5,2.0]", "num_samples=4")
+    fid("out", f"checkpoints={edm}", "guidance=cfg", "guidance.cfg_scale=[1.0,1.5,2.0]", "evaluation.num_samples=4")
     assert len(built) == 2
 
 
@@ -620,9 +742,8 @@ def test_differences_are_judged_group_by_group():
     """Values vary by 10 between groups, but `above` always exceeds `first` by about 1. Separate errors would hide this."""
     low = [10.0 * group for group in range(10)]
     first, above, other = (
-        {"metrics": {"fid": fid}, "jackknife": {"fid": values}}
-        for fid, values in ((45.0, low), (46.05, [x + 1 + x / 1000 for x in low]), (46.05, low[::-1]))
+        record("a", fid, values) for fid, values in ((45.0, low), (46.05, [x + 1 + x / 1000 for x in low]), (46.05, low[::-1]))
     )
     assert standard_error(low) > 50
     assert differ(first, above, "fid") is True and differ(first, first, "fid") is False and not differ(first, other, "fid")
-    assert differ(first, first | {"jackknife": {}}, "fid") is None  # too few samples: the tables show no mark
+    assert differ(first, record("a", 45.0), "fid") is None  # too few samples: the tables show no mark

@@ -25,7 +25,7 @@ def test_the_numerics_run_on_a_cpu():
 
 
 def stand_in_for_graphs(monkeypatch):
-    monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda train, *_: None if train.cuda_graphs == "step" else "none")
+    monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda cfg, *_: None if cfg.train.cuda_graphs == "step" else "none")
     monkeypatch.setattr(step_graph, "CUDAGraph", RecordedGraph)
 
 

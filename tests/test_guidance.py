@@ -156,9 +156,9 @@ class Setup:
         with torch.no_grad():
             for p in self.nets[1].parameters():
                 p.mul_(0.9 if p.requires_grad else 1)
-        sampler = HeunSampler(num_steps) if name == "edm" else FlowSampler(num_steps, solver)
+        self.sampler = HeunSampler(num_steps) if name == "edm" else FlowSampler(num_steps, solver)
         self.name, self.solver, self.num_steps = name, solver, num_steps
-        self.diffusion = (EDM if name == "edm" else SiT)(sampler=sampler)
+        self.diffusion = EDM() if name == "edm" else SiT()
         self.noise, _, self.y, _ = inputs()
         self.scores = torch.rand(20, len(self.y), 1, N)
 
@@ -167,9 +167,9 @@ class Setup:
         """Return latents by the project's network, guidance and sampler."""
         scores = iter(self.scores)
         denoisers = [lambda *batch, net=net, **routing: self.diffusion.denoise(net, *batch, **routing) for net in self.nets]
-        levels, weak = self.diffusion.sampler.evaluated_levels(), denoisers[1] if num_networks == 2 else None
+        levels, weak = self.sampler.evaluated_levels(), denoisers[1] if num_networks == 2 else None
         about = GuidanceInputs(denoisers[0], CLASSES, (1, N), lambda: next(scores), weak, (1, N), levels)
-        return self.diffusion.sampler(guidance.GUIDANCES[method](about, **settings), self.noise, self.y)
+        return self.sampler(guidance.GUIDANCES[method](about, **settings), self.noise, self.y)
 
     @torch.no_grad()
     def sample_by_definition(self, num_networks, *, w, low=-1.0, high=math.inf, **ratios):

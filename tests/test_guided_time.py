@@ -71,7 +71,7 @@ def prepared(tmp_path, monkeypatch):
     return tmp_path
 
 
-FASTER = ["train.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4", "data.num_workers=0"]
+FASTER = ["machine.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4", "data.num_workers=0"]
 
 
 def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepared, monkeypatch, capsys):
@@ -86,7 +86,7 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
 
     monkeypatch.setattr(guided, "run_all", run_here)
     output = prepared / "results.jsonl"
-    settings = dict(seeds=[10], overrides=FASTER, fid_overrides=["batch_size=7"], runs="runs/guided", output=str(output))
+    settings = dict(seeds=[10], overrides=FASTER, fid_overrides=["sampling.batch_size=7"], runs="runs/guided", output=str(output))
     settings["commit"] = "abc"
     guided.guided(**settings)
     assert commands == [("dense", 10), ("routed", 10)] * 2  # choose the scales, then compare

@@ -31,15 +31,15 @@ def lightning(tmp_path_factory):
 
 def test_a_lightning_row_trains_draws_a_grid_and_samples_with_published_guidance(lightning, train, tmp_path):
     latents, autoencoder = lightning
-    tiny = ["model.backbone=LightningDiT-XS/2", "train.precision=fp32", "train.num_steps=2", "sample.every=2"]
-    tiny += ["sample.num_samples=2"]
-    run = train("run", "experiment=lightning_xl1_tread", f"data.path={latents}", *tiny, "diffusion.sampler.num_steps=3")
+    tiny = ["model.backbone=LightningDiT-XS/2", "train.precision=fp32", "train.num_steps=2", "sample_grid.every=2"]
+    tiny += ["sample_grid.num_samples=2"]
+    run = train("run", "experiment=lightning_xl1_tread", f"data.path={latents}", *tiny, "sampler.num_steps=3")
     # The network predicts a velocity of 0: its squared error is about 2, and its cosine with any target is 0, which adds 1.
     assert metrics(run)[0]["loss"] == pytest.approx(3, abs=0.15)
     with Image.open(next((run / "samples").glob("*.png"))) as grid:
         assert grid.size == (2 * 68 + 4, 64 + 18 + 4)
-    guided = ["guidance=interval", "cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.9", "guidance.channels=3"]
-    common = [f"checkpoint={run}", "seeds=0-1", "num_steps=3", "cpu_threads=1", "weights=raw"]
+    guided = ["guidance=interval", "guidance.cfg_scale=10", "guidance.level_lo=0", "guidance.level_hi=0.9", "guidance.channels=3"]
+    common = [f"checkpoint={run}", "seeds=0-1", "sampler.num_steps=3", "machine.cpu_threads=1", "sampling.weights=raw"]
     run_sample(*common, *guided, f"output={tmp_path / 'guided'}")
     run_sample(*common, f"output={tmp_path / 'plain'}")
     images = [np.asarray(Image.open(next((tmp_path / name).glob("seed_000001*.png")))) for name in ("guided", "plain")]

@@ -1,12 +1,11 @@
-"""The lines of metrics.jsonl: norms of the gradient and of the weights, a new metric, and reading lines by their kind."""
-
-import json
+"""The lines of metrics.jsonl: norms of the gradient and of the weights, and a new metric."""
 
 import pytest
 import torch
 from conftest import losses, metrics, run_train, weights
 
 from checkpoints.run import read_metrics
+from evaluations.record import read_records
 from training.hooks import LogMetrics
 from training.metrics import STEP_METRICS
 
@@ -50,11 +49,10 @@ def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
     assert [line["largest_weight"] > 0 for line in metrics(run)] == [True, True] and steps == [2, 5]
 
 
-def test_lines_are_read_by_their_kind(tmp_path):
-    run = run_train(tmp_path, "run", "eval.every=3", "eval.num_samples=10", "eval.num_steps=1", "evaluation.detector=digits")
-    lines = metrics(run)
-    by_kind = read_metrics(run / "metrics.jsonl")
-    assert [line["step"] for line in by_kind["training"]] == [1, 2, 3, 4, 5, 6]
-    assert {line["step"] for line in by_kind["evaluation"]} == {3, 6}
-    assert sorted(map(json.dumps, lines)) == sorted(json.dumps(line) for lines in by_kind.values() for line in lines)
-    assert read_metrics(tmp_path / "missing.jsonl") == {"training": [], "evaluation": []}
+def test_metrics_hold_training_lines_and_evaluations_are_records_of_their_own(tmp_path):
+    run = run_train(tmp_path, "run", "evaluation.every=3", "evaluation.num_samples=10", "sampler.num_steps=1", "guidance=none")
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(run / "metrics.jsonl") == metrics(run) and read_metrics(tmp_path / "missing.jsonl") == []
+    records = read_records(run / "evaluations" / "results.jsonl")
+    assert [(record.run, record.step, record.checkpoint) for record in records] == [("run", 3, None), ("run", 6, None)]
+    assert all(record.of_samples and record.metrics and record.evaluation_sec > 0 for record in records)

@@ -25,7 +25,8 @@ SETTINGS = {
     ],
     "sit, workers, grids and evaluations": [
         "diffusion=sit", "data.num_workers=2",
-        "sample.every=6", "sample.num_samples=2", "eval.every=6", "eval.num_samples=4", "eval.num_steps=1",
+        "sample_grid.every=6", "sample_grid.num_samples=2", "evaluation.every=6", "evaluation.num_samples=4",
+        "sampler.num_steps=1",
     ],
     "graph": ["train.grad_accum_steps=2"],  # the third step captures it
 }  # fmt: skip

@@ -1,12 +1,11 @@
 """Post-hoc EMA: profiles and their sums against NumPy in float64, and runs that track averages."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, run_fid, run_sample, run_train
+from conftest import REPOSITORY, evaluated, run_fid, run_sample, run_train
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
@@ -133,9 +132,9 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["ema_length=0.05"], r"ema_length=0.05 is outside the range .*train.ema_lengths=\[0.1, 0.25\]"),
-        (["ema_length=0.1", "weights=raw"], "ema_length=0.1 needs weights=ema"),
-        (["ema_length=0.3"], "ema_length=0.3: Input should be less than or equal to 0.28"),
+        (["sampling.ema_length=0.05"], r"sampling.ema_length=0.05 is outside the range .*train.ema_lengths=\[0.1, 0.25\]"),
+        (["sampling.ema_length=0.1", "sampling.weights=raw"], "sampling.ema_length=0.1 needs sampling.weights=ema"),
+        (["sampling.ema_length=0.3"], "sampling.ema_length=0.3: Input should be less than or equal to 0.28"),
     ],
 )
 def test_a_length_outside_the_tracked_range_is_refused(tracked, tmp_path, overrides, words):
@@ -146,8 +145,8 @@ def test_a_length_outside_the_tracked_range_is_refused(tracked, tmp_path, overri
 
 def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_later(train, tmp_path):
     run = train("run", "train.num_steps=2")
-    with pytest.raises(UserError, match="ema_length=0.1: .* belongs to a run without train.ema_lengths"):
-        run_sample(f"checkpoint={run}", "ema_length=0.1")
+    with pytest.raises(UserError, match="sampling.ema_length=0.1: .* belongs to a run without train.ema_lengths"):
+        run_sample(f"checkpoint={run}", "sampling.ema_length=0.1")
     with pytest.raises(UserError, match=r"train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
         train("run", *TRACK[:2])
     with pytest.raises(UserError, match=r"init_from.*train.ema_lengths: \[\] -> \[0.1, 0.25\]"):
@@ -170,7 +169,7 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
         Average(folder, 0.18).load()
     for file in snapshots.values():
         file.unlink()
-    with pytest.raises(UserError, match="ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
+    with pytest.raises(UserError, match="sampling.ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
         posthoc_ema.check_and_hash(folder, "ema", 0.18)
     assert posthoc_ema.check_and_hash(folder, "ema", 0.25) != identity  # it is in the checkpoint
 
@@ -182,17 +181,16 @@ def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_l
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
     posthoc_ema.list_snapshots(run)[2].unlink()
-    reference = f"reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
-    fid = [reference, "evaluation.detector=digits", "num_samples=4", "num_steps=2", "cpu_threads=1"]
-    run_fid(f"checkpoints={run}", "ema_length=[0.1,0.18]", *fid)
-    lines = [json.loads(line)["shown"] for line in (run / "evaluations" / "results.jsonl").read_text().splitlines()]
-    assert sorted((line["step"], line["ema_length"]) for line in lines) == [(3, 0.1), (6, 0.1), (6, 0.18)]
+    reference = f"evaluation.reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
+    fid = [reference, "evaluation.detector=digits", "evaluation.num_samples=4", "sampler.num_steps=2", "guidance=none"]
+    run_fid(f"checkpoints={run}", "sampling.ema_length=[0.1,0.18]", *fid)
+    assert sorted((line["step"], line["settings"]["ema_length"]) for line in evaluated(run)) == [(3, 0.1), (6, 0.1), (6, 0.18)]
     (warning,) = [text for text in caplog.messages if "left out" in text]
-    assert warning.startswith("ema_length=0.18: ") and "step_0000003 has 0 earlier snapshots" in warning
-    with pytest.raises(UserError, match="ema_length=0.05 is outside the range"):
-        run_fid(f"checkpoints={run}", "ema_length=[0.1,0.05]", *fid)
+    assert warning.startswith("sampling.ema_length=0.18: ") and "step_0000003 has 0 earlier snapshots" in warning
+    with pytest.raises(UserError, match="sampling.ema_length=0.05 is outside the range"):
+        run_fid(f"checkpoints={run}", "sampling.ema_length=[0.1,0.05]", *fid)
     with pytest.raises(UserError, match="0 earlier snapshots"):
-        run_fid(f"checkpoint={run / 'checkpoints' / 'step_0000003'}", "ema_length=0.18", *fid)
+        run_fid(f"checkpoint={run / 'checkpoints' / 'step_0000003'}", "sampling.ema_length=0.18", *fid)
 
 
 def test_a_length_that_is_given_twice_is_refused():

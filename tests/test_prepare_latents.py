@@ -391,7 +391,7 @@ def test_the_scale_factor_of_another_data_set_can_be_given(images, tmp_path, tra
     with pytest.raises(UserError, match="sigma_data= and scale_factor= all scale the latents"):
         encode(images, tmp_path / "third", "identity", "sigma_data=0.5", "scale_factor=1")
     encode(images, tmp_path / "plain", "identity")
-    settings = ["data=custom", "model.backbone=DiT-XS/8", "train.num_steps=1", "sample.every=0"]
+    settings = ["data=custom", "model.backbone=DiT-XS/8", "train.num_steps=1", "sample_grid.every=0"]
     run = train("run", f"data.path={tmp_path / 'first'}", *settings)
     words = f"data.scale_factor: .*; `prepare_latents.py encode scale_factor={first.scale_factor:g}` gives new latents this"
     with pytest.raises(UserError, match=words):

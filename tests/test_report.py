@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from checkpoints.load import load_run_config
 from common.errors import UserError
 from configs.compose import compose_overrides, row_names
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
+from sampling.recipe import sampler_settings
 
 DIT, TREAD = "table2_dit_b2", "table2_dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
-HOW = {"weights": "ema", "num_steps": 40, "precision": "fp32", "reference": "adm.npz"}
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
 
 
@@ -33,15 +34,26 @@ def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0
     folder.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(stored), folder / "config.yaml")
     lines = [{"step": step, "loss": 1.0, "steps_per_sec": speed} for step in range(50_000, steps + 1, 50_000)]
-    about = {"num_samples": num_samples, "cfg_scale": 1.0, "settings": HOW}
-    lines += [{"step": step, **about, "metrics": {metric: value}} for step, value in dict(fid).items()]
-    write(folder / "metrics.jsonl", *sorted(lines, key=lambda line: line["step"]))
+    write(folder / "metrics.jsonl", *lines)
+    for step, value in dict(fid).items():
+        evaluate(folder, step, {metric: value}, num_samples=num_samples)
     start = {"step": 0, "time": "2026-01-02", "command": "python train.py", "commit": "0123abcd", "modified": True}
     write(folder / "starts.jsonl", start | {"device": "Example GPU", "num_processes": 8, "torch": "2.15"})
     return folder
 
 
+def evaluate(folder, step, metrics, file=None, run=None, checkpoint=None, **settings):
+    """Append the record of an evaluation of a run, without guidance unless `settings` say otherwise, and sampled as its row."""
+    cfg = load_run_config(folder)
+    how = {"weights": "ema", **sampler_settings(cfg.sampler), "network_precision": cfg.sampling.precision}
+    how |= {"num_samples": 50_000, "detector": "inception", "reference": "adm.npz", "reference_hash": "a" * 32}
+    how |= {} if {"guidance", "cfg_scale"} & settings.keys() else {"cfg_scale": 1.0}
+    record = {"run": run or folder.name, "step": step, "settings": how | settings, "metrics": metrics}
+    write(file or folder / "evaluations" / "results.jsonl", record | ({"checkpoint": checkpoint} if checkpoint else {}))
+
+
 def write(file, *lines):
+    file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
 
@@ -107,8 +119,7 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
         for seed, shift in ((0, -1), (1, 1)):
             (folder,) = runs.glob(f"{name}_seed{seed}*")
             for scale, fid in values.items():
-                about = {"step": 400_000, "num_samples": 50_000, "cfg_scale": scale, "settings": HOW}
-                write(folder / "metrics.jsonl", about | {"metrics": {"fid": fid + shift, "recall": 0.5}})
+                evaluate(folder, 400_000, {"fid": fid + shift, "recall": 0.5}, cfg_scale=scale)
     table = guidance_table(grouped(runs))
     shown = [(row["Experiment"], row["Guidance"], row["fid"], row.get("recall")) for row in table.rows]
     assert shown == [
@@ -123,16 +134,15 @@ def test_each_experiment_is_shown_unguided_and_at_its_best_guidance(runs):
 
 def test_guidances_are_compared_on_the_seeds_that_have_all_of_them(runs):
     (first,), (second,) = (runs.glob(f"{DIT}_seed{seed}*") for seed in (0, 1))
-    evaluation = {"step": 400_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": 39.5}}
-    write(first / "metrics.jsonl", evaluation | {"cfg_scale": 1.5})
+    evaluate(first, 400_000, {"fid": 39.5}, cfg_scale=1.5)
     table = guidance_table(grouped(runs))  # 39.5 is below the mean of both seeds without guidance, but above the 39 of seed 0
     assert [(row["Seeds"], row["Guidance"], row["fid"]) for row in table.rows] == [("0", "none", "39.00")]
     for seed, folder in enumerate((first, second)):  # each seed has its own weak network
         weak = {"guidance": "sparse", "guidance.w": 2.0, "guidance.checkpoint": f"runs/x_seed{seed}/checkpoints/step_0050000"}
-        write(folder / "metrics.jsonl", evaluation | weak | {"metrics": {"fid": 20.0 + seed}})
+        evaluate(folder, 400_000, {"fid": 20.0 + seed}, **weak, **{"guidance.checkpoint_hash": f"of seed {seed}"})
     found = {row["Guidance"]: (row["Seeds"], row["fid"]) for row in results_table(grouped(runs)).rows if row["Experiment"] == DIT}
     assert found["guidance sparse, guidance.w 2.0, guidance.checkpoint runs/x/checkpoints/step_0050000"][0] == "0, 1"
-    write(second / "metrics.jsonl", evaluation | {"cfg_scale": 2.0})
+    evaluate(second, 400_000, {"fid": 39.5}, cfg_scale=2.0)
     table = guidance_table(grouped(runs))
     assert not table.rows and table.notes[0].startswith(f"{DIT}: no seed has all of none, cfg_scale 1.5, ")
 
@@ -166,8 +176,7 @@ def test_seeds_with_and_without_tracked_averages_are_one_experiment_and_have_the
 
 def test_metrics_of_different_seeds_have_rows_of_their_own(runs):
     folder = next(runs.glob(f"{DIT}_seed0*"))
-    more = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fd_dinov2": 500.0}}
-    write(folder / "metrics.jsonl", more)
+    evaluate(folder, 400_000, {"fd_dinov2": 500.0})
     dense = [row for row in results_table(grouped(runs)).rows if row["Experiment"] == DIT]
     shown = [(row["Seeds"], "fid" in row, row.get("fd_dinov2")) for row in dense]
     assert shown == [("0, 1", True, None), ("0", False, "500.00")]
@@ -207,8 +216,9 @@ def test_the_table_of_metrics_says_which_direction_is_better(tmp_path):
 
 
 def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machines_are_named(runs):
-    file = next(runs.glob("*b2_seed1*")) / "metrics.jsonl"
-    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"step": 400000' not in line))
+    for name in ("metrics.jsonl", "evaluations/results.jsonl"):
+        file = next(runs.glob("*b2_seed1*")) / name
+        file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"step": 400000' not in line))
     row = rows(results_table, runs)[DIT]
     assert (row["Seeds"], row["fid"]) == ("0", "39.00 (paper 43.47, -10%)")
     # The best of the other dense seed is 39, after 40,000 s. The routed mean reaches 39 at step 152,500, after 7,625 s.
@@ -219,19 +229,15 @@ def test_the_mean_and_the_hours_use_the_seeds_that_trained_longest_and_the_machi
 
 
 def test_a_papers_figure_is_shown_with_figures_of_as_many_samples_and_the_same_guidance(tmp_path):
-    for i, (step, how) in enumerate([(300_000, {}), (400_000, {"num_steps": 4}), (400_000, {"weights": "raw"})]):
-        folder = make_run(tmp_path / str(i), f"experiment={TREAD}")
-        line = {"step": step, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW | how, "metrics": {"fid": 30.0}}
-        write(folder / "metrics.jsonl", line)
+    others = [{"num_steps": 4}, {"weights": "raw"}, {"ema_length": 0.1}, {"S_churn": 40.0}, {"network_precision": "fp32"}]
+    for i, (step, how) in enumerate([(300_000, {}), *((400_000, how) for how in others)]):
+        evaluate(make_run(tmp_path / str(i), f"experiment={TREAD}"), step, {"fid": 30.0}, **how)
         assert rows(results_table, tmp_path / str(i))[TREAD]["fid"] == "30.00"
     make_run(tmp_path / "few", f"experiment={TREAD}", fid={400_000: 30.0}, num_samples=5_000)
     row = rows(results_table, tmp_path / "few")[TREAD]
     assert row["fid"] == "30.00"
     folder = make_run(tmp_path / "guided", "experiment=final_xl2_dit", fid={7_000_000: 9.0})
-    write(
-        folder / "metrics.jsonl",
-        {"step": 7_000_000, "num_samples": 50_000, "cfg_scale": 1.5, "settings": HOW, "metrics": {"fid": 2.0}},
-    )
+    evaluate(folder, 7_000_000, {"fid": 2.0}, cfg_scale=1.5)
     cells = {row["Guidance"]: row["fid"] for row in results_table(grouped(tmp_path / "guided")).rows}
     assert cells == {"none": "9.00 (paper 9.62, -6%)", "cfg_scale 1.5": "2.00 (paper 2.27, -12%)"}
 
@@ -288,8 +294,7 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
     other = flops | {"guidance.r_weak": 0.5}
     for step, shift in ((800_000, 1), (2_000_000, 0)):
         for guidance, value in (({"cfg_scale": 1.5}, 2.57), (flops, 2.14), (fid, 1.58), (other, 3.0)):
-            about = {"step": step, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value + shift}}
-            write(folder / "metrics.jsonl", about | guidance)
+            evaluate(folder, step, {"fid": value + shift}, **guidance)
     (table,) = group(read_runs([tmp_path])[0])[0].values()
     found = [(row["Experiment"].removeprefix("sparse_guidance_"), row["fid"]) for row in results_table(table).rows]
     assert found == [
@@ -304,32 +309,21 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
     ]
 
 
-def test_the_interval_of_the_last_row_has_its_own_figure_and_rows_of_earlier_versions_keep_theirs(tmp_path):
+def test_the_interval_of_the_last_row_has_its_own_figure(tmp_path):
     folder = make_run(tmp_path, "experiment=final_xl2_tread_finetune_740", steps=300_000)
     interval = {"guidance": "interval", "cfg_scale": 1.5, "guidance.level_lo": 0.28, "guidance.level_hi": 2.9}
     for guidance, value in (({"cfg_scale": 1.5}, 2.2), (interval, 1.8)):
-        about = {"step": 300_000, "num_samples": 50_000, "settings": HOW, "metrics": {"fid": value}}
-        write(folder / "metrics.jsonl", about | guidance)
+        evaluate(folder, 300_000, {"fid": value}, **guidance)
     (table,) = group(read_runs([tmp_path])[0])[0].values()
     found = [row["fid"] for row in results_table(table).rows]
     assert found == ["2.20 (paper 2.09, +5%)", "1.80", "2.20", "1.80 (paper 1.69, +7%)"]  # the interval's row takes the same run
-    stored = OmegaConf.load(folder / "config.yaml")
-    del stored.experiment["paper_by_guidance"], stored.experiment["checkpoint_of"], stored.train["ema_schedule"]
-    stored.experiment.name, stored.experiment.paper_guided = "final/xl2_tread_finetune_740_interval", {"fid": 1.69}
-    OmegaConf.save(stored, folder / "config.yaml")
-    (run,) = read_runs([tmp_path])[0]
-    assert run.cfg.train.ema_schedule == "warmup"  # what the run did
-    (experiment,) = group([run])[0]["Final comparison"]
-    assert [*experiment.changes] == ["train.ema_schedule"]  # the row has changed since then
-    experiment.changes.clear()
-    assert [experiment.paper(measure) for measure in experiment.measures()] == [1.69, 1.69]
 
 
 def test_curves_and_speedups_use_the_sample_count_that_was_evaluated_often(runs):
     for folder in runs.iterdir():
-        file = folder / "metrics.jsonl"
+        file = folder / "evaluations" / "results.jsonl"
         file.write_text(file.read_text().replace('"num_samples": 50000', '"num_samples": 5000'))
-        write(file, {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fid": 30.0}})
+        evaluate(folder, 400_000, {"fid": 30.0})
     dense, routed = grouped(runs)
     assert curve_measure(dense, routed).num_samples == 5_000
     assert rows(speedup_table, runs)[TREAD]["Reached"] == "step 150,000"
@@ -347,8 +341,11 @@ def test_runs_without_a_row_are_compared_with_the_dense_run_of_the_same_settings
     ("overrides", "changed"),
     [
         (["model.backbone=DiT-XS/2"], "model.backbone=DiT-XS/2 instead of DiT-B/2"),
-        (["train.batch_size=8", "eval.num_steps=18"], "train.batch_size=8 instead of 256, eval.num_steps=18 instead of None"),
-        (["train.lr=1e-4", "seed=3", "name=mine", "output_dir=elsewhere", "data.path=x", "eval.every=0", "guidance=cfg"], ""),
+        (["train.batch_size=8", "sampler.num_steps=18"], "train.batch_size=8 instead of 256"),
+        (
+            ["train.lr=1e-4", "seed=3", "name=mine", "output_dir=elsewhere", "data.path=x", "evaluation.every=0", "guidance=cfg"],
+            "",
+        ),
     ],
 )
 def test_the_settings_that_a_run_changed_in_its_row_are_found(tmp_path, overrides, changed):
@@ -409,85 +406,76 @@ def test_without_evaluations_and_from_other_weights_there_is_no_speedup(tmp_path
     assert "whose training is not in the hours" in notes(results_table, tmp_path / "all")
 
 
-def test_results_of_fid_count_for_the_run_whose_checkpoint_they_name(tmp_path, caplog):
+def test_evaluations_count_for_the_run_that_they_name(tmp_path, caplog):
     run = make_run(tmp_path, f"experiment={TREAD}", name="a", fid={400_000: 50.0})
-    point = {"checkpoint": f"{run}/checkpoints/step_0400000", "weights": "ema", "num_steps": 40, "num_samples": 50_000}
-    point |= {"cfg_scale": 1.0, "autoencoder": None, "detector": "inception", "content": "c", "reference": "abc"}
-    sparse = {key: value for key, value in point.items() if key != "cfg_scale"} | {"guidance": "sparse", "guidance.w": 1.5}
-    sparse["guidance.level_lo"] = None  # a setting that is not used has no words
-    (tmp_path / "evaluations").mkdir()
-    file = tmp_path / "evaluations" / "results.jsonl"
-    gone = point | {"checkpoint": "gone/checkpoints/step_0400000"}
-    points = (point, point | {"num_steps": 20}, sparse, gone, {"images": "x.npz"})
-    write(file, {"theirs": 1}, {"point": "theirs"})
-    write(file, *({"point": one, "shown": {"step": 400_000}, "metrics": {"fid": 30.0 + i}} for i, one in enumerate(points)))
+    file = tmp_path / "output" / "results.jsonl"  # of output=
+    write(file, {"theirs": 1}, {"settings": "theirs"})
+    sparse = {"guidance": "sparse", "guidance.w": 1.5}
+    for i, (name, settings) in enumerate((("a", {}), ("a", {"num_steps": 20}), ("a", sparse), ("gone", {}))):
+        evaluate(run, 400_000, {"fid": 30.0 + i}, file, name, "c", reference="abc", **settings)
+    write(file, {"settings": {"images": "x.npz", "num_samples": 9}, "metrics": {"fid": 1.0}})
     runs, problems = read_runs([tmp_path])
     found = {(m.guidance, m.settings): values for m, values in runs[0].figures.items() if "reference abc" in m.settings}
+    how = "weights ema, reference abc aaaaaaaa"
     assert found == {
-        ("none", "num_steps 40, weights ema, reference abc"): {400_000: 30.0},
-        ("none", "num_steps 20, weights ema, reference abc"): {400_000: 31.0},
-        ("guidance sparse, guidance.w 1.5", "num_steps 40, weights ema, reference abc"): {400_000: 32.0},
+        ("none", f"network_precision bf16, num_steps 40, {how}"): {400_000: 30.0},
+        ("none", f"network_precision bf16, num_steps 20, {how}"): {400_000: 31.0},
+        ("guidance sparse, guidance.w 1.5", f"network_precision bf16, num_steps 40, {how}"): {400_000: 32.0},
     }
-    assert [*problems] == [str(file)] and problems[str(file)].endswith("gone, which is no run here")
-    assert f"{file}: line 1 is left out: it is not a result of fid.py (1 other lines are left out, too)" in caplog.messages
+    assert problems == {str(file): "results of gone, which is no run here"}
+    assert any(
+        f"{file}: line 1 is left out: " in text and "(1 other lines are left out, too)" in text for text in caplog.messages
+    )
 
 
-def test_results_of_fid_count_only_for_the_run_that_made_the_checkpoint(tmp_path):
-    folders = [make_run(tmp_path, f"experiment={TREAD}", f"seed={i}", name=f"run{i}", fid={400_000: 50.0}) for i in (0, 1)]
-    results = folders[0] / "evaluations" / "results.jsonl"
-    results.parent.mkdir()
-
-    def add(file, checkpoint, fid, content="c"):
-        point = {"checkpoint": checkpoint, "num_samples": 50_000, "cfg_scale": 1.0, "content": content, "reference": "abc"}
-        write(file, {"point": point, "shown": {"step": 400_000}, "metrics": {"fid": fid}})
+def test_the_hash_of_a_checkpoint_tells_whose_evaluation_it_is(tmp_path, monkeypatch):
+    folders = [make_run(tmp_path, f"experiment={TREAD}", f"seed={i}", name=f"run{i}") for i in (0, 1)]
+    hashes = {"run0": {400_000: "hash 0"}, "run1": {400_000: "hash 1"}}
+    monkeypatch.setattr(Run, "checkpoint_hashes", property(lambda run: hashes.get(run.path.name, {})))
 
     def found(*folders):
         runs, problems = read_runs(folders)
-        figures = {run.path.name: [v[400_000] for m, v in run.figures.items() if m.settings == "reference abc"] for run in runs}
+        figures = {run.path.name: [v[400_000] for m, v in run.figures.items() if m.metric == "fid"] for run in runs}
         return figures, [*problems.values()]
 
-    # One command evaluated both runs. Without the second run, its results belong to no run, although they lie in the first.
-    for i, folder in enumerate(folders):
-        add(results, f"{folder}/checkpoints/step_0400000", 30.0 + i)
+    # One command with output= evaluated both runs, and their names do not count.
+    output = tmp_path / "output" / "results.jsonl"
+    for i in (0, 1):
+        evaluate(folders[i], 400_000, {"fid": 30.0 + i}, output, "renamed since then", f"hash {i}")
     assert found(tmp_path) == ({"run0": [30.0], "run1": [31.0]}, [])
-    problem = f"{folders[1]}, which is no run here"
-    assert found(folders[0]) == ({"run0": [30.0]}, [f"results of {problem}"])
-    # Results of one run count for the folder that holds them, even if the run was renamed and its checkpoints are gone.
-    shutil.move(folders[1], tmp_path / "renamed")
-    (tmp_path / "renamed" / "evaluations").mkdir()
-    add(tmp_path / "renamed" / "evaluations" / "results.jsonl", f"{folders[1]}/checkpoints/step_0400000", 32.0)
-    assert found(tmp_path / "renamed") == ({"renamed": [32.0]}, [])
-    # A checkpoint of the same step with another hash shows that the results are not the run's. The results of an earlier run with
-    # this name, which train.py renamed, are not the run's either.
-    earlier = folders[0] / "evaluations_earlier_0123abcd" / "results.jsonl"
-    earlier.parent.mkdir()
-    add(earlier, f"{folders[0]}/checkpoints/step_0400000", 33.0)
-    assert found(folders[0])[0] == {"run0": [30.0]}
-    (step := folders[0] / "checkpoints" / "step_0400000").mkdir(parents=True)
-    files = {name: {"blake2b": "0" * 32, "size": 1} for name in ("ema.safetensors", "model.safetensors", "config.yaml")}
-    (step / "manifest.json").write_text(json.dumps(files))
-    assert found(folders[0]) == ({"run0": []}, [f"results of {folders[0]}, for another checkpoint at step 400000; {problem}"])
+    output.unlink()
+    # A checkpoint of the same step with another hash shows that the results are not the run's.
+    evaluate(folders[0], 400_000, {"fid": 32.0}, checkpoint="another hash")
+    evaluate(folders[1], 400_000, {"fid": 33.0}, run="name of before")  # of training
+    assert found(tmp_path) == ({"run0": [], "run1": [33.0]}, ["results of run0, for another checkpoint at step 400000"])
+    # If the checkpoints are gone, the results in a run's folder are the run's. Those that train.py renamed are not.
+    hashes.clear()
+    evaluate(folders[1], 400_000, {"fid": 34.0}, folders[1] / "evaluations_earlier_0123abcd" / "results.jsonl")
+    assert found(tmp_path) == ({"run0": [32.0], "run1": [33.0]}, [])
+    # A record without a hash counts only in the folder of its run.
+    evaluate(folders[1], 400_000, {"fid": 35.0}, output)
+    assert found(tmp_path) == ({"run0": [32.0], "run1": [33.0]}, ["results of run1, for another checkpoint at step 400000"])
+
+
+def test_a_run_that_resumed_with_another_sampler_stays_in_its_experiment(tmp_path):
+    for seed, num_steps in ((0, 40), (1, 20)):
+        folder = make_run(tmp_path, f"experiment={TREAD}", f"seed={seed}", f"sampler.num_steps={num_steps}", name=f"run{seed}")
+        evaluate(folder, 400_000, {"fid": 20.0 + seed}, num_steps=40)
+    (experiment,) = grouped(tmp_path)
+    assert experiment.changes == {} and len(experiment.runs) == 2
+    assert rows(results_table, tmp_path)[TREAD]["fid"] == "20.50 ± 0.71 (paper 21.34, -4%)"
 
 
 def test_figures_of_references_with_equal_names_are_compared_only_if_the_hashes_are_equal(tmp_path):
-    for name, reference_hash in ((DIT, "a" * 32), (TREAD, "b" * 32)):
+    for name, digest in ((DIT, "a" * 32), (TREAD, "b" * 32)):
         folder = make_run(tmp_path, f"experiment={name}", "train.batch_size=128")
-        line = {"step": 400_000, "num_samples": 50_000, "cfg_scale": 1.0, "settings": HOW, "metrics": {"fid": 30.0}}
-        write(folder / "metrics.jsonl", line | {"reference_hash": reference_hash})
-        point = {"checkpoint": f"{folder}/checkpoints/step_0400000", "num_samples": 50_000, "cfg_scale": 2.0, "content": "c"}
-        full_hash = name[-1] * 32  # of an older fid.py, which wrote no other hash
-        evaluation = {"point": point | {"reference": full_hash}, "shown": {"step": 400_000}, "metrics": {"fid": 20.0}}
-        (folder / "evaluations").mkdir()
-        about = {"reference": "adm.npz"}
-        folder_of_images = about | {"reference_hash": reference_hash}  # fid.py's hash of a folder also covers modification times
-        again = {"point": evaluation["point"] | {**HOW, "reference": full_hash, "cfg_scale": 1.0}, "metrics": {"recall": 0.5}}
-        again = evaluation | again
-        write(folder / "evaluations" / "results.jsonl", evaluation | {"about": about}, again | {"about": folder_of_images})
+        evaluate(folder, 400_000, {"fid": 30.0}, reference_hash=digest)
+        evaluate(folder, 400_000, {"fid": 20.0}, reference_hash=digest, cfg_scale=2.0, checkpoint="c")
+        evaluate(folder, 400_000, {"recall": 0.5}, reference_hash=digest, checkpoint="c")
     cells = {(row["Experiment"].split()[0], row["Guidance"]): row for row in results_table(grouped(tmp_path)).rows}
     assert cells[TREAD, "none"]["fid"] == "30.00" and "reference adm.npz bbbbbbbb" in cells[TREAD, "none"]["Measured with"]
     assert cells[TREAD, "none"]["recall"] == "0.500"  # no settings besides the reference differ, so it is the same row
     assert cells[TREAD, "cfg_scale 2.0"]["fid"] == "20.00"
-    assert cells[TREAD, "cfg_scale 2.0"]["Measured with"] == "reference adm.npz bbbbbbbb"
 
 
 def test_starts_of_an_earlier_run_with_the_same_name_are_not_the_runs(tmp_path):
@@ -510,7 +498,7 @@ def test_lines_with_other_contents_are_left_out_and_named(runs, caplog):
     write(folder / "starts.jsonl", start)
     later = training | {"step": 500_000}
     write(folder / "metrics.jsonl", later | {"loss": float("nan")}, later | {"steps_per_sec": 0}, later | {"step": "500000"})
-    write(folder / "metrics.jsonl", {"step": 500_000, "metrics": {"fid": 1.0}}, {"metrics": 3}, {"their": "line"})
+    write(folder / "metrics.jsonl", {"metrics": 3}, {"their": "line"})
     assert rows(results_table, runs) == expected
     first, second = sorted(line for line in caplog.messages if folder.name in line)[:2]
     assert re.search(r"metrics.jsonl: line \d+ is left out: loss=nan: Input should be a finite.* \(4 other lines", first)
@@ -532,9 +520,9 @@ def test_the_hours_of_a_resumed_run_follow_the_speed_in_each_of_its_lines(tmp_pa
 
 
 def test_unreadable_runs_are_listed_and_the_others_are_shown(runs):
-    with open(next(runs.glob("*b2_seed0*")) / "metrics.jsonl", "a") as f:
+    with open(next(runs.glob("*b2_seed0*")) / "evaluations" / "results.jsonl", "a") as f:
         f.write(
-            '{"step": 500000, "metrics": {"fid": NaN}, "num_samples": 50000, "cfg_scale": 1.0, "settings": {}}\n'
+            '{"step": 500000, "metrics": {"fid": NaN}, "settings": {"num_samples": 50000, "cfg_scale": 1.0}}\n'
             '{"step": 500000, "lo'
         )
     for name, text in (("torn", "train: ["), ("foreign", "epochs: 3\n"), ("list", "- 3\n")):
@@ -568,8 +556,8 @@ def test_arguments_that_cannot_work_are_refused(tmp_path):
 
 def test_among_runs_with_the_same_settings_and_seed_the_longest_counts_and_the_others_are_named(runs, capsys):
     copy = shutil.copytree(min(runs.iterdir()), runs / "a_copy_that_stopped")
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[:4]))
+    for name, number in (("metrics.jsonl", 4), ("evaluations/results.jsonl", 2)):  # until step 200,000
+        (copy / name).write_text("".join((copy / name).read_text().splitlines(keepends=True)[:number]))
     main([str(runs)])
     output = capsys.readouterr().out
     assert re.search(r"^- .*a_copy_that_stopped: it has the settings and the seed of .*/table2_dit_b2_seed0.*$", output, re.M)

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, encode, forget_accelerate, metrics, run_fid
+from conftest import REPOSITORY, encode, evaluated, forget_accelerate, run_fid
 from safetensors import safe_open
 
 import prepare_latents
@@ -111,16 +111,21 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
 
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepared, train):
     files = [f"data.path={prepared / 'latents'}", f"evaluation.detector_weights={prepared / 'fashion.safetensors'}"]
-    files += [f"evaluation.reference={prepared / 'fashion.npz'}", "train.compile=none", "sample.every=0", "train.cpu_threads=1"]
-    few = ["train.num_steps=2", "train.batch_size=4", "eval.every=1", "eval.num_samples=6", "eval.num_steps=2"]
+    files += [
+        f"evaluation.reference={prepared / 'fashion.npz'}",
+        "machine.compile=none",
+        "sample_grid.every=0",
+        "machine.cpu_threads=1",
+    ]
+    few = ["train.num_steps=2", "train.batch_size=4", "evaluation.every=1", "evaluation.num_samples=6", "sampler.num_steps=2"]
     run = train("any_name", "experiment=fashion_dit_xs4_tread", *files, *few, "checkpoint.every=2")
-    scores = [record["metrics"] for record in metrics(run) if "metrics" in record]
+    scores = [record["metrics"] for record in evaluated(run)]
     assert [list(one) for one in scores] == 2 * [NAMES]
     # A folder as the reference would be compared without the padding.
     pictures = fashion[0] / "datasets" / "fashion"
     words = "reference={}: the training images were encoded with pad=2, but a folder is only cropped; use shards of pixels"
     with pytest.raises(UserError, match=words.format(pictures)):
-        run_fid(f"checkpoint={run}", f"reference={pictures}", "num_samples=6", "cpu_threads=1")
+        run_fid(f"checkpoint={run}", f"evaluation.reference={pictures}", "evaluation.num_samples=6", "machine.cpu_threads=1")
     with pytest.raises(UserError, match="evaluation." + words.format(pictures)):
         train("folder", "experiment=fashion_dit_xs4_tread", *files, *few, f"evaluation.reference={pictures}")
     found = read_run(run)

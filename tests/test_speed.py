@@ -5,19 +5,15 @@ import importlib
 import logging
 import os
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPOSITORY, checked, losses, run_train
+from conftest import REPOSITORY, checked, losses, run_script, run_train
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import dit
 from common.errors import UserError
-from configs import schema
-from configs.command_line import parse_config
-from configs.compose import compose_overrides
 from evaluations.metrics import full_float32
 from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
@@ -29,9 +25,13 @@ from training.stop import LAUNCHERS
 from training.trainer import Trainer
 
 
-@pytest.mark.parametrize("name", ["train", "fid", "sample"])
+@pytest.fixture(scope="module")
+def exact_run(tmp_path_factory):
+    return run_train(tmp_path_factory.mktemp("runs"), "run", "train.num_steps=1", "machine.tf32=false")
+
+
 @pytest.mark.parametrize("tf32", [True, False])
-def test_every_command_passes_tf32_on(name, tf32, monkeypatch):
+def test_training_passes_tf32_on(tf32, monkeypatch):
     given = []
 
     def stop(*args, **kwargs):
@@ -39,14 +39,27 @@ def test_every_command_passes_tf32_on(name, tf32, monkeypatch):
         raise UserError("stop")
 
     monkeypatch.setattr(machine, "start_accelerator", stop)
-    if name == "train":
-        cfg = checked([f"train.tf32={tf32}"])
-    else:
-        chosen = [f"tf32={tf32}", "checkpoint=runs/x"]
-        cfg = parse_config(compose_overrides(chosen, name), {"fid": schema.FidConfig, "sample": schema.SampleConfig}[name])
     with pytest.raises(UserError, match="stop"):
-        importlib.import_module(name).main(cfg)
+        importlib.import_module("train").main(checked([f"machine.tf32={tf32}"]))
     assert given == [tf32]
+
+
+@pytest.mark.parametrize("name", ["fid", "sample"])
+@pytest.mark.parametrize(("typed", "expected"), [([], False), (["machine.tf32=true", "machine.cpu_threads=2"], True)])
+def test_the_other_commands_use_tf32_as_the_run_unless_they_set_it(exact_run, name, typed, expected, monkeypatch):
+    given, use = [], machine.use_machine
+
+    def stop(settings, device):
+        monkeypatch.setattr(machine, "choose_kernels", lambda device, tf32: given.append((tf32, torch.get_num_threads())))
+        use(settings, GPU)
+        raise UserError("stop")
+
+    monkeypatch.setattr(machine, "use_machine", stop)
+    num_threads = torch.get_num_threads()
+    with pytest.raises(UserError, match="stop"):
+        run_script(name, f"checkpoint={exact_run}", *typed)
+    torch.set_num_threads(num_threads)
+    assert given == [(expected, 2 if typed else 1)]  # TINY trains with one thread
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -203,7 +216,7 @@ def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu(monkeypatch, tmp_pat
     assert resolve_compile("auto", GPU) == "blocks" and resolve_compile("auto", CPU) == "none"
     for mode in ("none", "blocks"):
         assert {resolve_compile(mode, device) for device in (CPU, GPU)} == {mode}
-        log_compile_mode("compile", mode, CPU)
+        log_compile_mode(mode, CPU)
 
 
 @pytest.mark.parametrize(
@@ -218,16 +231,16 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing(monkeypatch, caplo
     monkeypatch.delenv("CC", raising=False)
     prepare(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        log_compile_mode("train.compile", "auto", GPU)
-    assert resolve_compile("auto", GPU) == "none" and "train.compile=auto does not compile" in caplog.text
-    log_compile_mode("train.compile", "none", GPU)
+        log_compile_mode("auto", GPU)
+    assert resolve_compile("auto", GPU) == "none" and "machine.compile=auto does not compile" in caplog.text
+    log_compile_mode("none", GPU)
 
 
 def test_bf16_without_bfloat16_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(UserError, match="train.precision=bf16: Some GPU"):
-        check_machine(SimpleNamespace(precision="bf16", compile="none", activation_memory_budget=1, cuda_graphs="none"), GPU, 1)
+        check_machine(checked(["train.precision=bf16", "machine.compile=none", "train.cuda_graphs=none"]), GPU, 1)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "4"), ("3", "3")])
@@ -306,9 +319,9 @@ def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, m
     torch.compiler.reset()
     for budget in (1.0, 0.3):  # the second run must not use the blocks that the first run compiled
         saved.append(0)
-        keys = ["train.compile=blocks", f"train.activation_memory_budget={budget}", "train.num_steps=2"]
+        keys = ["machine.compile=blocks", f"train.activation_memory_budget={budget}", "train.num_steps=2"]
         runs.append(run_train(tmp_path, f"budget_{budget}", *keys))
     assert losses(runs[0]) == losses(runs[1])
     assert saved[1] < 0.6 * saved[0]
-    with pytest.raises(UserError, match="activation_memory_budget=0.3 needs train.compile=blocks"):
-        run_train(tmp_path, "eager", "train.compile=none", "train.activation_memory_budget=0.3")
+    with pytest.raises(UserError, match="activation_memory_budget=0.3 needs machine.compile=blocks"):
+        run_train(tmp_path, "eager", "machine.compile=none", "train.activation_memory_budget=0.3")

@@ -155,13 +155,19 @@ def test_a_dense_second_stage_starts_from_a_sprint_run_and_keeps_the_fusion(whol
 def test_path_drop_guidance_costs_less_than_cfg_and_is_refused_for_a_run_without_path_drop(whole, train, tmp_path, caplog):
     def sample(name, *overrides, checkpoint=whole):
         caplog.clear()
-        where = [f"checkpoint={checkpoint}", f"output={tmp_path / name}", "seeds=0-1", "num_steps=3", "cpu_threads=1"]
+        where = [
+            f"checkpoint={checkpoint}",
+            f"output={tmp_path / name}",
+            "seeds=0-1",
+            "sampler.num_steps=3",
+            "machine.cpu_threads=1",
+        ]
         run_sample(*where, *overrides)
         return float(caplog.text.partition(" GFLOPs")[0].split()[-1])
 
     caplog.set_level("INFO")
     plain, cfg = sample("plain"), sample("cfg", "guidance=cfg")
-    weak = sample("path_drop", "guidance=path_drop", "cfg_scale=2")
+    weak = sample("path_drop", "guidance=path_drop", "guidance.cfg_scale=2")
     assert 1.2 * plain < weak < 0.75 * cfg
     assert sample("sparse", "guidance=sparse", "guidance.r_weak=0.9") < cfg
     other = train("tread", "model=tread")
@@ -170,12 +176,18 @@ def test_path_drop_guidance_costs_less_than_cfg_and_is_refused_for_a_run_without
 
 
 def test_grids_and_evaluations_of_a_run_use_path_drop_guidance(whole, tmp_path):
-    looks = ["guidance=path_drop", "sample.every=2", "sample.num_samples=2", "diffusion.sampler.num_steps=2"]
+    looks = ["guidance=path_drop", "sample_grid.every=2", "sample_grid.num_samples=2", "sampler.num_steps=2"]
     run = run_train(tmp_path, "looks", *SPRINT, *looks, "train.num_steps=2")
     assert (run / "samples" / "step_0000002.png").exists()
-    where = [f"checkpoint={whole}", "num_samples=20", "batch_size=10", "num_steps=2", "cpu_threads=1"]
-    run_fid(*where, "guidance=path_drop", "cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
+    where = [
+        f"checkpoint={whole}",
+        "evaluation.num_samples=20",
+        "sampling.batch_size=10",
+        "sampler.num_steps=2",
+        "machine.cpu_threads=1",
+    ]
+    run_fid(*where, "guidance=path_drop", "guidance.cfg_scale=[1,2]", f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2
-    off = ["guidance=path_drop", "cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point is already finished
+    off = ["guidance=path_drop", "guidance.cfg_scale=1", "guidance.level_lo=[null,1]"]  # the unguided point is already finished
     run_fid(*where, *off, f"output={tmp_path / 'fid'}")
     assert (tmp_path / "fid" / "results.jsonl").read_text().count("\n") == 2

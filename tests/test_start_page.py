@@ -22,13 +22,13 @@ from routing_module import Route
 
 NOT_RUN = ("make env", "source .venv/bin/activate", "python prepare_latents.py fetch")  # `fetch` needs a network
 SHORTER = {
-    "train.num_steps=300": "train.num_steps=2 train.batch_size=4 sample.num_samples=2 diffusion.sampler.num_steps=2",
-    "sample.every=300": "sample.every=2",
-    "num_steps=100": "num_steps=2 sample.num_samples=2 diffusion.sampler.num_steps=2",
-    "num_steps=10 ": "num_steps=2 ",
+    "train.num_steps=300": "train.num_steps=2 train.batch_size=4 sample_grid.num_samples=2 sampler.num_steps=2",
+    "sample_grid.every=300": "sample_grid.every=2",
+    "sampler.num_steps=100": "sampler.num_steps=2 sample_grid.num_samples=2 sampler.num_steps=2",
+    "sampler.num_steps=10 ": "sampler.num_steps=2 ",
     "range(128)": "range(8)",
-    "num_samples=128": "num_samples=8 num_steps=2",
-    "num_samples=200": "num_samples=8 num_steps=2",
+    "num_samples=128": "num_samples=8 sampler.num_steps=2",
+    "num_samples=200": "num_samples=8 sampler.num_steps=2",
 }
 
 
@@ -117,7 +117,7 @@ def test_the_commands_of_the_page_run(inception_weights, tmp_path, monkeypatch):
 def test_the_examples_of_the_page_about_the_code_draw_the_picture_of_sample_py_and_route_tokens(tmp_path, monkeypatch):
     page = (REPOSITORY / "docs" / "extending.md").read_text()
     picture, route = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    run = run_train(tmp_path / "runs", "first", "train.num_steps=8", "train.lr=1e-2", "diffusion.sampler.num_steps=5")
+    run = run_train(tmp_path / "runs", "first", "train.num_steps=8", "train.lr=1e-2", "sampler.num_steps=5")
     monkeypatch.chdir(tmp_path)
     exec(picture, {})
     (command,) = re.findall(r"`sample.py (checkpoint=\S+ [^`]+)`", page)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_shard, run_train
+from conftest import checked, make_shard, run_train
 from gpu.runs import SMALL, compiler_for, keys_of_repa, trainer_for
 from recorded_graph import RecordedGraph
 from safetensors.torch import load_file
@@ -150,7 +150,7 @@ def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_
 
     monkeypatch.setattr(Trainer, "_call_hooks", record)
     monkeypatch.setattr(SampleGrids, "__call__", record_and_draw)
-    looks = ["sample.every=5", "sample.num_samples=2", "diffusion.sampler.num_steps=1"]
+    looks = ["sample_grid.every=5", "sample_grid.num_samples=2", "sampler.num_steps=1"]
     replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
     # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and grids free it.
     assert [size > 0 for size in sizes] == [False, False, False, True, True, False, True, False]
@@ -303,7 +303,7 @@ def test_no_gradient_node_outlives_a_step(tmp_path, monkeypatch, name, is_kept):
 
 def test_gradients_that_are_kept_cause_no_recompilation(tmp_path):
     with compiler_for(CPU):
-        own = trainer_for(CPU, SMALL, tmp_path, "train.compile=blocks")
+        own = trainer_for(CPU, SMALL, tmp_path, "machine.compile=blocks")
         batches = own.batches()
         for _ in range(2):
             own.train_step(next(batches))
@@ -319,7 +319,7 @@ def test_gradients_that_are_kept_cause_no_recompilation(tmp_path):
 
 
 def settings(mode, compile="blocks"):
-    return SimpleNamespace(cuda_graphs=mode, compile=compile, precision="fp32", activation_memory_budget=1.0)
+    return checked([f"train.cuda_graphs={mode}", f"machine.compile={compile}"])
 
 
 def test_step_is_refused_where_it_cannot_work_and_auto_says_why_it_is_off(monkeypatch, caplog):

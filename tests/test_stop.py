@@ -86,7 +86,13 @@ def is_free(lock):
 def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluation(launcher, signum, reason, tmp_path):
     page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")
     environment = dict(re.findall(r"^export (\w*(?:SIGNALS|TIMEOUT)\w*)=(\S+)$", page, re.MULTILINE))
-    evaluation = ["eval.every=2", "eval.num_samples=100000", "eval.batch_size=2", "eval.num_steps=1", "train.batch_size=8"]
+    evaluation = [
+        "evaluation.every=2",
+        "evaluation.num_samples=100000",
+        "sampling.batch_size=2",
+        "sampler.num_steps=1",
+        "train.batch_size=8",
+    ]
     train = [str(REPOSITORY / "train.py"), *TINY, "name=run", "output_dir=.", *evaluation]
     command = Command(tmp_path, [launch.__file__, *launcher[2:], *train], fork_children, **environment)  # after `-m`, module
     process, run = command.process, tmp_path / "run"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import psutil
-from conftest import TINY, checked, forget_accelerate, metrics, wait_for
+from conftest import TINY, checked, evaluated, forget_accelerate, metrics, wait_for
 from forked import Command, fork_children, launch, run
 
 import train as script
@@ -68,20 +68,29 @@ def test_of_two_runs_that_start_at_the_same_moment_in_one_folder_one_is_refused(
 def test_jobs_of_fid_that_run_beside_each_other_evaluate_one_run(tmp_path):
     trained = run_sweep(tmp_path, ["train.py", *TINY, "name=run", "output_dir=runs", "train.num_steps=2"])  # as the jobs see it
     assert trained.code == 0, trained.output
-    arguments = ["checkpoint=runs/run", "num_samples=20", "batch_size=20", "num_steps=2", "cpu_threads=1", "guidance=cfg"]
+    arguments = [
+        "checkpoint=runs/run",
+        "evaluation.num_samples=20",
+        "sampling.batch_size=20",
+        "sampler.num_steps=2",
+        "machine.cpu_threads=1",
+        "guidance=cfg",
+    ]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
-    outcome = run_sweep(tmp_path, ["fid.py", "-m", *launcher, *arguments, "cfg_scale=1.5,[1.5,2.0],2.0"])
+    outcome = run_sweep(tmp_path, ["fid.py", "-m", *launcher, *arguments, "guidance.cfg_scale=1.5,[1.5,2.0],2.0"])
     assert outcome.code == 0, outcome.output
     folder = tmp_path / "runs" / "run" / "evaluations"
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    assert sorted(line["shown"]["cfg_scale"] for line in lines) == [1.5, 2.0]  # no point twice
+    assert sorted(line["settings"]["cfg_scale"] for line in lines) == [1.5, 2.0]  # no point twice
     assert (folder / "results.md").read_text().count("\n| run | 2 |") == 2 and len([*(folder / ".evaluating").iterdir()]) == 1
     scales = [1.1, 1.2, 1.3, 1.4, 1.6, 1.7]
-    both = [Command(tmp_path, ["fid.py", *arguments, f"cfg_scale={scales}", "output=both"], small=False) for _ in range(2)]
+    both = [
+        Command(tmp_path, ["fid.py", *arguments, f"guidance.cfg_scale={scales}", "output=both"], small=False) for _ in range(2)
+    ]
     outcomes = [command.finish(limit_sec=170) for command in both]
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     lines = [json.loads(line) for line in (tmp_path / "both" / "results.jsonl").read_text().splitlines()]
-    assert sorted(line["shown"]["cfg_scale"] for line in lines) == scales
+    assert sorted(line["settings"]["cfg_scale"] for line in lines) == scales
     evaluated = sum(outcome.output.count(": fd_digits ") for outcome in outcomes)
     assert 6 <= evaluated < 12, outcomes
     assert (tmp_path / "both" / "results.md").read_text().count("\n| run | 2 |") == 6
@@ -117,7 +126,7 @@ def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_pat
 
 def test_processes_that_would_run_different_jobs_of_a_search_are_stopped(tmp_path):
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "train.lr=interval(1e-3,1e-2)"]
-    for outcome in launch(tmp_path, ["train.py", "-m", *search, *TINY, "eval.every=6", "output_dir=runs"], 2):
+    for outcome in launch(tmp_path, ["train.py", "-m", *search, *TINY, "evaluation.every=6", "output_dir=runs"], 2):
         assert outcome.code == 1 and "process 1 runs train.lr=0.0" in outcome.output, outcome.output
         assert "set hydra.sweeper.sampler.seed=0" in outcome.output and runs_of(tmp_path / "runs") == []
 
@@ -172,12 +181,12 @@ def test_joblib_numbers_its_workers_from_1(monkeypatch):
 def test_optuna_searches_a_guidance_scale_and_its_points_are_in_the_one_table(train, tmp_path):
     folder = train("run", "train.num_steps=2")
     search = ["fid.py", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
-    search += ["hydra.sweeper.sampler.seed=0", "cfg_scale=interval(1.1,2.0)"]
-    point = [f"checkpoint={folder}", "num_samples=20", "num_steps=2", "batch_size=20", "guidance=cfg"]
+    search += ["hydra.sweeper.sampler.seed=0", "guidance.cfg_scale=interval(1.1,2.0)"]
+    point = [f"checkpoint={folder}", "evaluation.num_samples=20", "sampler.num_steps=2", "sampling.batch_size=20", "guidance=cfg"]
     outcome = run_sweep(tmp_path, [*search, *point])
     assert outcome.code == 0, outcome.output
     lines = [json.loads(line) for line in (folder / "evaluations" / "results.jsonl").read_text().splitlines()]
-    values = {line["point"]["cfg_scale"]: line["metrics"]["fd_digits"] for line in lines}
+    values = {line["settings"]["cfg_scale"]: line["metrics"]["fd_digits"] for line in lines}
     assert len(values) == 3 and all(1.1 <= scale <= 2 for scale in values)
     assert f"Best value: {min(values.values())}" in outcome.output and "alembic" not in outcome.output
     again = run_sweep(tmp_path, [*search, *point])
@@ -187,7 +196,7 @@ def test_optuna_searches_a_guidance_scale_and_its_points_are_in_the_one_table(tr
 def test_a_run_that_diverges_in_a_search_counts_as_the_worst(tmp_path):
     search = ["train.py", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", *TINY]
     search += ["hydra.sweeper.sampler.seed=0", "train.lr=choice(1e-3,1e30)", "output_dir=runs", "train.num_steps=2"]
-    search += ["eval.every=2", "eval.num_samples=20", "eval.num_steps=2", "train.log_every=1"]
+    search += ["evaluation.every=2", "evaluation.num_samples=20", "sampler.num_steps=2", "train.log_every=1"]
     outcome = run_sweep(tmp_path, search)
     assert outcome.code == 0 and "Traceback" not in outcome.output, outcome.output
     assert "train.lr=1e+30" in outcome.output and "the loss became NaN" in outcome.output
@@ -195,13 +204,20 @@ def test_a_run_that_diverges_in_a_search_counts_as_the_worst(tmp_path):
 
 
 def test_train_returns_the_first_metric_of_its_last_evaluation(tmp_path):
-    evaluation = ["eval.every=2", "eval.num_samples=20", "eval.num_steps=2", "eval.cfg_scales=[1.0,1.5]", "train.num_steps=4"]
+    evaluation = [
+        "evaluation.every=2",
+        "evaluation.num_samples=20",
+        "sampler.num_steps=2",
+        "guidance=cfg",
+        "guidance.cfg_scale=[1.0,1.5]",
+        "train.num_steps=4",
+    ]
     arguments = [*TINY, "name=run", f"output_dir={tmp_path}", *evaluation]
     values = []
     for _ in range(2):  # the second time, the run is complete
         forget_accelerate()
         values.append(script.main(checked(arguments)))
-    last = [line["metrics"]["fd_digits"] for line in metrics(tmp_path / "run") if "metrics" in line and line["step"] == 4]
+    last = [line["metrics"]["fd_digits"] for line in evaluated(tmp_path / "run") if line["step"] == 4]
     assert len(last) == 2 and values == [min(last)] * 2
     forget_accelerate()
     assert script.main(checked([*TINY, "name=other", f"output_dir={tmp_path}", "train.num_steps=1"])) is None

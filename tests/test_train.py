@@ -17,17 +17,7 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import set_seed
-from conftest import (
-    TINY,
-    checked,
-    losses,
-    make_shard,
-    metrics,
-    renew_manifest,
-    run_train,
-    wait_for,
-    weights,
-)
+from conftest import TINY, checked, evaluated, losses, make_shard, metrics, renew_manifest, run_train, wait_for, weights
 from forked import Command
 from PIL import Image
 
@@ -43,8 +33,8 @@ from training import build
 from training.hooks import SampleGrids
 from training.trainer import Trainer, learning_rate
 
-GRIDS = ["sample.every=2", "sample.num_samples=3", "diffusion.sampler.num_steps=2"]
-EVALUATION = ["eval.every=2", "eval.num_samples=6", "eval.batch_size=2", "eval.num_steps=1", "eval.cfg_scales=[1.0]"]
+GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
+EVALUATION = ["evaluation.every=2", "evaluation.num_samples=6", "sampling.batch_size=2", "sampler.num_steps=1", "guidance=none"]
 
 
 def folder_of(run, step):
@@ -163,7 +153,7 @@ def test_routing_is_on_in_training_and_off_in_grids(train, monkeypatch):
     monkeypatch.setattr(
         TokenRouter, "start_route", staticmethod(lambda x, ids: calls.append((len(x), ids.shape[1])) or original(x, ids))
     )
-    run = train("run", "train.num_steps=2", *GRIDS, "sample.batch_size=2")
+    run = train("run", "train.num_steps=2", *GRIDS, "sampling.batch_size=2")
     assert calls == [(4, 8)] * 2  # 8 of 16 tokens in every step
     assert Image.open(run / "samples" / "step_0000002.png").size[0] > 3 * 64
 
@@ -181,7 +171,7 @@ def test_a_run_logs_its_plan_and_writes_its_config_metrics_and_checkpoints(train
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
     assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
     stored = load_config(folder_of(run, 6))
-    assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.data.autoencoder == "identity"
+    assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.sampling.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (folder_of(run, 6) / "config.yaml").read_text()
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
     train("run", "checkpoint.every=2", "checkpoint.keep_last=2", "train.grad_clip_norm=1")  # the run is already complete
@@ -259,7 +249,7 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
         ([], "train.grad_clip_norm=1.0", "train.grad_clip_norm: None -> 1.0"),
         ([], "train.ema_decay=0.5", "train.ema_decay: 0.9999 -> 0.5"),
         ([], "train.precision=bf16", "train.precision: 'fp32' -> 'bf16'"),
-        ([], "train.tf32=false", "train.tf32: True -> False"),
+        ([], "machine.tf32=false", "machine.tf32: True -> False"),
         ([], "train.num_steps=5", "train.num_steps: 6 -> 5"),
         (["train.schedule=cosine"], "train.num_steps=9", "train.num_steps: 6 -> 9"),
     ],
@@ -279,9 +269,9 @@ def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(
 
 def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
-    free = ["train.num_steps=9", "train.compile=none", "train.log_every=3", "name=x", "output_dir=y", "data.path=z"]
-    free += ["diffusion.sampler.num_steps=3", "eval.num_steps=5", "eval.every=2", "sample.rounding=truncate", "guidance=cfg"]
-    free += ["evaluation.detector=inception", "eval.labels=balanced", "eval.precision=bf16", "sample.precision=bf16"]
+    free = ["train.num_steps=9", "machine.compile=none", "train.log_every=3", "name=x", "output_dir=y", "data.path=z"]
+    free += ["sampler.num_steps=3", "sampler.num_steps=5", "evaluation.every=2", "sampling.rounding=truncate", "guidance=cfg"]
+    free += ["evaluation.detector=inception", "sampling.labels=balanced", "sampling.precision=bf16", "sampling.precision=bf16"]
     resume.check_resume(tmp_path, checked([*TINY, *free]))
     assert not caplog.text
 
@@ -478,15 +468,15 @@ def test_the_learning_rate_equals_that_of_torchs_schedulers(schedule):
 )
 def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_images(num_images, num_steps, ema_decay):
     cfg = build.fill_in_lengths(checked(["data=custom"]), num_images)
-    assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.eval.every) == (num_steps, ema_decay, 0)
-    assert cfg.checkpoint.every == cfg.sample.every == cfg.train.ema_snapshot_every == num_steps // 20
+    assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.evaluation.every) == (num_steps, ema_decay, 0)
+    assert cfg.checkpoint.every == cfg.sample_grid.every == cfg.train.ema_snapshot_every == num_steps // 20
     assert cfg.checkpoint.keep_every == 5 * (num_steps // 20)
     chosen = build.fill_in_lengths(checked(["data=custom", "checkpoint.every=30"]), num_images).checkpoint
     assert (chosen.every, chosen.keep_every) == (30, 150)
-    own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample.every=7"]
+    own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample_grid.every=7"]
     cfg = build.fill_in_lengths(checked(own), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
-    assert (cfg.sample.every, cfg.checkpoint.every, cfg.eval.every, cfg.train.ema_snapshot_every) == (7, 50, 100, 2)
+    assert (cfg.sample_grid.every, cfg.checkpoint.every, cfg.evaluation.every, cfg.train.ema_snapshot_every) == (7, 50, 100, 2)
     untouched = checked(TINY)
     assert build.fill_in_lengths(untouched, num_images) == untouched
 
@@ -511,7 +501,10 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, 
     for change, words in (
         (["guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS], "guidance.checkpoint"),
         (["model.class_dropout=0.0", "guidance=cfg", *GRIDS], "model.class_dropout=0"),
-        (["model.class_dropout=0.0", "guidance=none", "eval.every=2", "eval.cfg_scales=[1.0,2.0]"], "cfg_scale=2"),
+        (
+            ["model.class_dropout=0.0", "guidance=none", "evaluation.every=2", "guidance=cfg", "guidance.cfg_scale=[1.0,2.0]"],
+            "guidance.cfg_scale=2",
+        ),
         (["train.grad_accum_steps=3"], "train.batch_size=4 .*= 3 parts"),
         (["diffusion=ddpm"], "diffusion=ddpm"),
         (["data.num_classes=7"], "data.num_classes=7, but .*10"),
@@ -637,18 +630,18 @@ def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock
     assert starts == [0, 2, 3, 4, 6]
 
 
-def test_each_evaluation_has_its_own_line_of_metrics_and_a_restart_adds_those_with_other_settings(train):
-    settings = ["train.num_steps=2", "eval.every=1", "eval.num_samples=4", "eval.final_num_samples=6"]
-    settings += ["eval.cfg_scales=[1.0,2.0]", "eval.num_steps=1"]
+def test_each_evaluation_has_a_record_and_a_restart_adds_those_with_other_settings(train):
+    settings = ["train.num_steps=2", "evaluation.every=1", "evaluation.num_samples=4", "evaluation.final_num_samples=6"]
+    settings += ["guidance=cfg", "guidance.cfg_scale=[1.0,2.0]", "sampler.num_steps=1"]
     run = train("run", *settings)
-    found = [(r["step"], r["num_samples"], r["cfg_scale"]) for r in metrics(run) if "metrics" in r]
+    found = [(r["step"], r["settings"]["num_samples"], r["settings"]["cfg_scale"]) for r in evaluated(run)]
     assert found == [(1, 4, 1.0), (1, 4, 2.0), (2, 6, 1.0), (2, 6, 2.0)]
-    assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in metrics(run) if "metrics" in r)
-    for change in ("eval.num_steps=2", "eval.labels=balanced"):
+    assert all(r["metrics"]["fd_digits"] > 0 and r["evaluation_sec"] > 0 for r in evaluated(run))
+    for change in ("sampler.num_steps=2", "sampling.labels=balanced"):
         train("run", *settings, change)
-    found = [(r["step"], r["settings"]["num_steps"], r["settings"]["labels"]) for r in metrics(run) if "metrics" in r]
+    found = [(r["step"], r["settings"]["num_steps"], r["settings"]["labels"]) for r in evaluated(run)]
     assert found[4:] == [(2, 2, "random")] * 2 + [(2, 1, "balanced")] * 2
-    distances = [r["metrics"]["fd_digits"] for r in metrics(run) if "metrics" in r]
+    distances = [r["metrics"]["fd_digits"] for r in evaluated(run)]
     assert distances[2] != distances[6] and distances[3] != distances[7]  # other labels give other images
 
 

@@ -58,11 +58,13 @@ def errors(folder, name):
         ("fid", "checkpoint"),
         ("sweep", "checkpoints"),
         ("data", "data.path"),
-        ("reference", "reference"),
+        ("reference", "evaluation.reference"),
     ],
 )
 def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, key):
-    used = {"output": "images", "data.path": "data", "reference": "other.npz"}.get(key, "runs/one/checkpoints/step_0000003")
+    used = {"output": "images", "data.path": "data", "evaluation.reference": "other.npz"}.get(
+        key, "runs/one/checkpoints/step_0000003"
+    )
     used = "runs/new" if name == "new" else used
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import checked, encode, losses, make_shard, metrics, run_train
+from conftest import checked, encode, evaluated, losses, make_shard, metrics, run_train
 from PIL import Image
 from scipy.stats import norm
 
@@ -19,7 +19,7 @@ from latents.shards import LatentDataset
 from training import build
 
 CPU = torch.device("cpu")
-KEYS = ["sample.every=0", "eval.every=3", "evaluation.reference=null", "train.lr=1e-2", "checkpoint.every=3"]
+KEYS = ["sample_grid.every=0", "evaluation.every=3", "evaluation.reference=null", "train.lr=1e-2", "checkpoint.every=3"]
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,13 @@ def held_out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, held_out):
-    return run_train(tmp_path_factory.mktemp("runs"), "whole", *KEYS, f"eval.validation={held_out}", "eval.batch_size=7")
+    return run_train(
+        tmp_path_factory.mktemp("runs"), "whole", *KEYS, f"evaluation.validation={held_out}", "sampling.batch_size=7"
+    )
 
 
 def validations(run):
-    return {line["step"]: line for line in metrics(run) if "validation_loss_by_level" in line}
+    return {line["step"]: line for line in evaluated(run) if "by_level" in line}
 
 
 def test_the_validation_loss_equals_its_definition(run, held_out):
@@ -57,21 +59,23 @@ def test_the_validation_loss_equals_its_definition(run, held_out):
         sums[item % 10] += (weight * (denoised - x).square().mean()).item()
         counts[item % 10] += 1
     line = validations(run)[6]
-    assert line["validation_loss_by_level"] == pytest.approx((sums / counts).tolist(), rel=1e-4)
-    assert line["metrics"] == {"validation_loss": pytest.approx(sums.sum() / 23, rel=1e-4)} and line["num_samples"] == 23
+    assert line["by_level"] == pytest.approx((sums / counts).tolist(), rel=1e-4)
+    assert (
+        line["metrics"] == {"validation_loss": pytest.approx(sums.sum() / 23, rel=1e-4)} and line["settings"]["num_samples"] == 23
+    )
 
 
 def test_batches_and_a_resume_do_not_change_the_validation_loss(run, tmp_path, held_out):
     cut = shutil.copytree(run, tmp_path / "cut")
     shutil.rmtree(cut / "checkpoints" / store.folder_name(6))
-    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")
+    run_train(tmp_path, "cut", *KEYS, f"evaluation.validation={held_out}", "sampling.batch_size=40")
     found, expected = validations(cut), validations(run)
     assert list(found) == list(expected) == [3, 6] and losses(cut) == losses(run)
     assert found[3] == expected[3]
-    assert found[6]["validation_loss_by_level"] == pytest.approx(expected[6]["validation_loss_by_level"], rel=1e-5)
-    lines = metrics(cut)
-    run_train(tmp_path, "cut", *KEYS, f"eval.validation={held_out}", "eval.batch_size=40")  # already complete
-    assert metrics(cut) == lines
+    assert found[6]["by_level"] == pytest.approx(expected[6]["by_level"], rel=1e-5)
+    lines = metrics(cut), evaluated(cut)
+    run_train(tmp_path, "cut", *KEYS, f"evaluation.validation={held_out}", "sampling.batch_size=40")  # already complete
+    assert (metrics(cut), evaluated(cut)) == lines
 
 
 @pytest.mark.parametrize("diffusion", ["edm", "sit"])
@@ -98,17 +102,17 @@ def test_training_losses_by_level_average_to_the_loss_and_divide_the_noise_level
 
 def test_latents_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     make_shard(tmp_path / "other" / "a.safetensors", channels=2, size=8, num_classes=10)
-    for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "eval.validation: .* does not exist")):
+    for value, words in (("other", "channels is 2, but 1 in data.path"), ("missing", "evaluation.validation: .* does not exist")):
         with pytest.raises(UserError, match=words):
-            run_train(tmp_path, "run", *KEYS, f"eval.validation={tmp_path / value}")
-    with pytest.raises(UserError, match="eval.validation=.* has no effect with eval.every=0"):
-        run_train(tmp_path, "run", f"eval.validation={tmp_path / 'other'}")
+            run_train(tmp_path, "run", *KEYS, f"evaluation.validation={tmp_path / value}")
+    with pytest.raises(UserError, match="evaluation.validation=.* has no effect with evaluation.every=0"):
+        run_train(tmp_path, "run", f"evaluation.validation={tmp_path / 'other'}")
     assert not (tmp_path / "run").exists()
     first, second = (LatentDataset(tmp_path / "other") for _ in range(2))
     first.class_names, second.class_names = ["cat", "dog"], ["dog", "fox"]
     monkeypatch.setattr(build, "LatentDataset", lambda path: second)
     with pytest.raises(UserError, match="class_names is .'dog', 'fox'., but .'cat', 'dog'."):
-        build.open_validation(checked([*KEYS, f"eval.validation={tmp_path / 'other'}"]), first)
+        build.open_validation(checked([*KEYS, f"evaluation.validation={tmp_path / 'other'}"]), first)
 
 
 def test_another_background_and_training_latents_are_said(tmp_path, caplog):
@@ -122,10 +126,12 @@ def test_another_background_and_training_latents_are_said(tmp_path, caplog):
     make_shard(tmp_path / "mine" / "a.safetensors", channels=3, size=8, num_classes=2)  # nobody knows its background
 
     def open_with(validation, training="white"):
-        keys = ["data=custom", f"data.path={tmp_path / training}", f"eval.validation={tmp_path / validation}"]
+        keys = ["data=custom", f"data.path={tmp_path / training}", f"evaluation.validation={tmp_path / validation}"]
         return build.open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(tmp_path / training))
 
-    with pytest.raises(UserError, match="eval.validation=.*black: it was encoded with background=black, but data.path=.*=white"):
+    with pytest.raises(
+        UserError, match="evaluation.validation=.*black: it was encoded with background=black, but data.path=.*=white"
+    ):
         open_with("black")
     assert open_with("copy") is not None and not [line for line in caplog.messages if "background" in line or "colour" in line]
     open_with("mine")
@@ -150,7 +156,12 @@ def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_
     folders = {}
     for part in ("train", "validation"):
         folders[part] = encode(tmp_path, tmp_path.parent / part, "identity", "resolution=8", "dtype=float32", f"part={part}")
-    keys = ["data=custom", f"data.path={folders['train']}", f"eval.validation={folders['validation']}", "model.backbone=DiT-XS/2"]
+    keys = [
+        "data=custom",
+        f"data.path={folders['train']}",
+        f"evaluation.validation={folders['validation']}",
+        "model.backbone=DiT-XS/2",
+    ]
     assert build.open_validation(checked([*KEYS, *keys]), LatentDataset(folders["train"])) is not None and not caplog.messages
     # A removed image moves later ones to the other part, so that training and validation latents hold the same images.
     (tmp_path / "class_0" / "00.png").unlink()

@@ -84,7 +84,7 @@ def test_imported_dit_keeps_its_outputs_and_predicts_noise(import_file):
     cfg, folder = import_file(w, "dit", file="weights.safetensors", **PIXELS)
     assert cfg.model.backbone == "DiT-XS/2" and cfg.model.learn_sigma and cfg.diffusion.name == "ddpm"
     assert (cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes) == (1, 8, 10)
-    assert (cfg.data.scale_factor, cfg.data.resolution, cfg.data.autoencoder) == (2 / 3, 8, "identity")
+    assert (cfg.data.scale_factor, cfg.data.resolution, cfg.sampling.autoencoder) == (2 / 3, 8, "identity")
     assert folder.name == "step_0000000"
     x, t, y = inputs(0.0, 400.0, 999.0)
     out, net = published_output(w, x, t, y), network(cfg, folder)
@@ -101,7 +101,7 @@ def test_importing_sit_reverses_its_time_and_sign_in_the_weights(import_file, le
     w = dit_weights(learn_sigma)
     cfg, folder = import_file({"ema": w, "model": w, "args": argparse.Namespace(lr=1e-4)}, "sit", **PIXELS)
     assert not cfg.model.learn_sigma and cfg.diffusion.name == "sit"
-    assert (cfg.diffusion.sampler.num_steps, cfg.diffusion.sampler.solver) == (250, "euler_maruyama")
+    assert (cfg.sampler.num_steps, cfg.sampler.solver) == (250, "euler_maruyama")
     x, t, y = inputs(0.05, 0.4, 0.9)
     velocity = published_output(w, x, 1 - t, y)[:, :1]  # data - noise, at SiT's time
     net = network(cfg, folder)
@@ -142,7 +142,7 @@ def test_an_imported_tread_checkpoint_has_raw_weights_an_ema_and_its_step(import
         F_x = published_output(w, x / (s**2 + 0.25).sqrt(), sigma.log() / 4, y)
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
-    assert store.read_step(folder) == 400 and cfg.sample.rounding == "truncate"
+    assert store.read_step(folder) == 400 and cfg.sampling.rounding == "truncate"
     with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
         import_file(stored, "tread", **PIXELS)
 
@@ -158,11 +158,11 @@ def test_importing_lightningdit_reverses_time_and_sign_and_normalises_each_chann
     torch.save(stats, tmp_path / "stats.pt")
     content = {"ema": published.state_dict()}
     cfg, folder = import_file(content, "lightningdit", latents_stats=str(tmp_path / "stats.pt"))
-    assert cfg.model.backbone == "LightningDiT-XS/1" and cfg.data.autoencoder == "none"
+    assert cfg.model.backbone == "LightningDiT-XS/1" and cfg.sampling.autoencoder == "none"
     assert (cfg.data.scale_factor, cfg.data.resolution) == (1.0, 64)
     assert (cfg.data.latents_mean, cfg.data.latents_std) == ([1.0, 2.0, 3.0], [2.0] * 3)
-    assert (cfg.sample.precision, cfg.eval.precision, cfg.sample.rounding) == ("fp32", "fp32", "round")
-    assert (cfg.diffusion.sampler.solver, cfg.diffusion.sampler.timestep_shift) == ("euler", 0.3)
+    assert (cfg.sampling.precision, cfg.sampling.precision, cfg.sampling.rounding) == ("fp32", "fp32", "round")
+    assert (cfg.sampler.solver, cfg.sampler.timestep_shift) == ("euler", 0.3)
     x, t, y = torch.randn(3, 3, 4, 4), torch.tensor([0.05, 0.4, 0.9]), torch.tensor([0, 2, 5])
     assert_same(network(cfg, folder)(x, t, y), -published(x, 1 - t, y))
     with pytest.raises(UserError, match="latents_stats= is missing"):
@@ -189,23 +189,23 @@ def test_lightningdits_weights_are_fine_tuned_on_images_that_were_encoded_with_i
 
 
 def images_of(checkpoint, output, *overrides):
-    run_sample(f"checkpoint={checkpoint}", f"output={output}", "cpu_threads=1", "num_steps=4", *overrides)
+    run_sample(f"checkpoint={checkpoint}", f"output={output}", "machine.cpu_threads=1", "sampler.num_steps=4", *overrides)
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in sorted(output.glob("seed_*.png"))}
 
 
 def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_images(import_file, train, tmp_path):
-    native = train("native", "diffusion=sit", "sample.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
+    native = train("native", "diffusion=sit", "sampling.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
     weights = store.load_weights(store.resolve_checkpoint(native, "checkpoint"), "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
-    same = ["seeds=0-4", "batch_size=3", "solver=heun"]
+    same = ["seeds=0-4", "guidance=none", "sampling.batch_size=3", "sampler.solver=heun"]
     ours, theirs = (images_of(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
     assert ours.keys() == theirs.keys() and len(ours) == 5 and all((ours[name] == theirs[name]).all() for name in ours)
 
 
 def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, tmp_path):
     _, folder = import_file(dit_weights(learn_sigma=True), "dit", **PIXELS)
-    guided = ["seeds=0-3", "guidance=cfg", "cfg_scale=2", "guidance.channels=1"]
-    together, apart = (images_of(folder, tmp_path / f"batch{size}", f"batch_size={size}", *guided) for size in (4, 1))
+    guided = ["seeds=0-3", "guidance=cfg", "guidance.cfg_scale=2", "guidance.channels=1"]
+    together, apart = (images_of(folder, tmp_path / f"batch{size}", f"sampling.batch_size={size}", *guided) for size in (4, 1))
     assert len({image.tobytes() for image in together.values()}) == 4
     for name in together:  # matrix products of another batch size may round differently
         assert np.abs(together[name] - apart[name]).max() <= 1
@@ -291,7 +291,7 @@ def test_a_label_table_without_a_null_class_imports_and_is_not_guided(
     assert_same(network(cfg, folder)(x, t, y), published_output(w, x, t, y))
     if not expected[1]:
         with pytest.raises(UserError, match="needs the null class"):
-            images_of(folder, tmp_path / "images", "guidance=cfg", "cfg_scale=2")
+            images_of(folder, tmp_path / "images", "guidance=cfg", "guidance.cfg_scale=2")
 
 
 @pytest.mark.parametrize(
@@ -365,5 +365,5 @@ def test_the_script_in_the_documentation_samples_a_run_without_the_rest_of_the_p
     assert done.returncode == 0, done.stderr
     latents, noise = torch.load(tmp_path / "latents.pt")
     net, edm = load.load_network(run / "checkpoints" / "step_0000001", "ema", torch.device("cpu")), EDM()
-    expected = edm.sampler(lambda x, sigma, y: edm.denoise(net, x, sigma, y), noise, torch.tensor([3, 7]))
+    expected = edm.Sampler()(lambda x, sigma, y: edm.denoise(net, x, sigma, y), noise, torch.tensor([3, 7]))
     assert torch.allclose(latents, expected, atol=1e-4) and latents.std() > 0.1

@@ -19,8 +19,15 @@ from evaluations.images import NpzImages
 from latents.prepare.images import LabelledImages
 from runtime import processes
 
-FID = ["num_samples=5", "batch_size=2", "num_steps=2", "cpu_threads=1", "reference=reference.npz"]
-FEW = ["seeds=0-4", "classes=0-9", "num_steps=2", "cpu_threads=1"]
+FID = [
+    "evaluation.num_samples=5",
+    "sampling.batch_size=2",
+    "sampler.num_steps=2",
+    "machine.cpu_threads=1",
+    "evaluation.reference=reference.npz",
+    "guidance=none",
+]
+FEW = ["seeds=0-4", "classes=0-9", "sampler.num_steps=2", "machine.cpu_threads=1"]
 ENCODE = ["encode", "images={shared}/pictures", "autoencoder=identity", "kind=sample", "resolution=8", "shard_size=4"]
 ENCODE += ["batch_size=3", "num_workers=0", "cpu_threads=1"]
 HERE, SHARED = "runs/one", "{shared}/runs/one"
@@ -39,7 +46,7 @@ RUNS = {
     "fid": ("fid", [*FID, f"checkpoint={HERE}"]),
     "sweep": ("fid", [*FID, f"checkpoints={HERE}"]),
     "data": ("train", [*TINY, "name=other", "output_dir=runs", "data.path=data"]),
-    "reference": ("fid", [*FID, f"checkpoint={SHARED}", "output=judged", "reference=other.npz"]),
+    "reference": ("fid", [*FID, f"checkpoint={SHARED}", "output=judged", "evaluation.reference=other.npz"]),
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
     "encoded": ("prepare_latents", [*ENCODE, "output={shared}/latents"]),

@@ -15,13 +15,15 @@ from common.errors import UserError, name_key
 from common.images import are_same_colour
 from common.progress import log_if_slow
 from configs import schema
+from configs.settings import fill
 from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
-from runtime.processes import check_same
+from runtime.processes import check_same, on_main
 from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.recipe import Recipe, compile_mode_for, guidance_settings
+from sampling.recipe import Recipe, compile_mode_for
+from sampling.score import settings_of_scores
 from training import hooks, saving
 from training.ema import EMA
 from training.trainer import Hook
@@ -48,14 +50,16 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         if getattr(data, key) not in (None, value):
             actual = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {actual}")
-    stored["autoencoder"] = data.autoencoder or dataset.info.autoencoder
     std, (low, high) = estimate_std(dataset), (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
     if not low <= std <= high:
         message = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
         log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, message)
-    background = cfg.evaluation.background or dataset.settings.get("background", "white")
-    evaluation = cfg.evaluation.model_copy(update={"background": background})
-    cfg = cfg.model_copy(update={"data": data.model_copy(update=stored), "evaluation": evaluation})
+    filled = {
+        "data": data.model_copy(update=stored),
+        "sampling": fill(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
+        "evaluation": fill(cfg.evaluation, {"background": dataset.settings.get("background", "white")}),
+    }
+    cfg = cfg.model_copy(update=filled)
     return fill_in_lengths(cfg, len(dataset)), dataset
 
 
@@ -66,17 +70,13 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
     rule = {
         "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": max(num_steps // 20, 1)},
         "checkpoint": {"every": every, "keep_every": 5 * (cfg.checkpoint.every or every)},
-        "sample": {"every": every},
-        "eval": {"every": 2 * every if cfg.evaluation.reference or cfg.eval.validation else 0},
+        "sample_grid": {"every": every},
+        "evaluation": {"every": 2 * every if cfg.evaluation.reference or cfg.evaluation.validation else 0},
     }
-    filled, derived = {}, []
-    for group, values in rule.items():
-        values = {key: value for key, value in values.items() if getattr(getattr(cfg, group), key) is None}
-        filled[group] = getattr(cfg, group).model_copy(update=values)
-        derived += [f"{group}.{key}={value}" for key, value in values.items()]
-    if derived:
-        log.info("for %d images: %s", num_images, ", ".join(derived))
-    return cfg.model_copy(update=filled)
+    filled = cfg.model_copy(update={group: fill(getattr(cfg, group), values) for group, values in rule.items()})
+    if derived := schema.differences(cfg, filled):
+        log.info("for %d images: %s", num_images, ", ".join(line.replace(": None -> ", "=") for line in derived))
+    return filled
 
 
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
@@ -97,36 +97,37 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 
 
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
-    """Open the validation latents in eval.validation, which are normalized like the training latents.
+    """Open the validation latents in evaluation.validation, which are normalized like the training latents.
 
-    Raises UserError if the validation latents do not match the training latents, or if eval.every is 0. Log a warning if they
-    are training latents or may be, or if only one of the two folders says how its images were made.
+    Raises UserError if the validation latents do not match the training latents, or if evaluation.every is 0. Log a warning if
+    they are training latents or may be, or if only one of the two folders says how its images were made.
     """
-    if not cfg.eval.validation:
+    if not cfg.evaluation.validation:
         return None
-    if not cfg.eval.every:
-        raise UserError(f"eval.validation={cfg.eval.validation} has no effect with eval.every=0; set eval.every")
-    with name_key("eval.validation"):
-        validation = LatentDataset(cfg.eval.validation)
-    check_same(validation.fingerprint, "eval.validation", validation.path)
+    if not cfg.evaluation.every:
+        problem = "has no effect with evaluation.every=0; set evaluation.every"
+        raise UserError(f"evaluation.validation={cfg.evaluation.validation} {problem}")
+    with name_key("evaluation.validation"):
+        validation = LatentDataset(cfg.evaluation.validation)
+    check_same(validation.fingerprint, "evaluation.validation", validation.path)
     for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
         if here != there and (key != "class_names" or None not in (here, there)):
-            raise UserError(f"eval.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
+            raise UserError(f"evaluation.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
     here, there = (data.settings.get("background") for data in (validation, dataset))
     if here and there and not are_same_colour(here, there):
         problem = f"it was encoded with background={here}, but data.path={dataset.path} with background={there}"
-        raise UserError(f"eval.validation={validation.path}: {problem}")
+        raise UserError(f"evaluation.validation={validation.path}: {problem}")
     if bool(here) != bool(there):
         silent, other = (validation, dataset) if there else (dataset, validation)
         message = f"{silent.path} does not say which colour is behind its transparent images; {other.path} has {here or there}"
-        log.warning("eval.validation: %s", message)
+        log.warning("evaluation.validation: %s", message)
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
         overlap = f"{len(shared)} of the {len(validation.files)} shards of {validation.path} are also in data.path={dataset.path}"
-        log.warning("eval.validation: %s, so they measure a loss on training latents", overlap)
+        log.warning("evaluation.validation: %s, so they measure a loss on training latents", overlap)
     elif None not in (listings := {validation.listing, dataset.listing}) and len(listings) > 1:
         problem = "part= split other lists of images for them, so both may hold the same images; encode both parts again"
-        log.warning("eval.validation: %s and data.path=%s: %s", validation.path, dataset.path, problem)
+        log.warning("evaluation.validation: %s and data.path=%s: %s", validation.path, dataset.path, problem)
     validation.info = dataset.info
     return validation
 
@@ -140,30 +141,33 @@ def build_hooks(
     active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
     active += ema.hooks(run, cfg.train.ema_snapshot_every)
     # Check the sampling and evaluation settings before any slow work.
-    is_evaluated = cfg.eval.every and not (validation and cfg.evaluation.reference is None)
-    grid = Recipe.in_training(cfg, cfg.guidance, cfg.sample.precision) if cfg.sample.every else None
-    recipes: dict[tuple, Recipe] = {}  # by the items of `guidance_settings`
+    if cfg.evaluation.every:
+        on_main(run.results.check)
+    is_evaluated = cfg.evaluation.every and not (validation and cfg.evaluation.reference is None)
+    grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
+    recipes: list[Recipe] = []
     if is_evaluated:
-        guidances = [schema.CFG(name="cfg", cfg_scale=scale) for scale in cfg.eval.cfg_scales]
-        guidances += [cfg.eval.guidance] if cfg.eval.guidance.name != "none" else []
-        for guidance in guidances:
-            recipe = Recipe.in_training(cfg, guidance, cfg.eval.precision, cfg.eval.num_steps)
-            recipes[tuple(guidance_settings(recipe.guidance).items())] = recipe
+        for guidance in cfg.guidance:
+            recipe = Recipe.in_training(cfg, guidance)
+            if recipe.settings() not in [other.settings() for other in recipes]:  # intervals have no effect at cfg_scale=1
+                recipes.append(recipe)
         needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background, dataset.settings
         reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
-    decoder = autoencoders.build(cfg.data.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
-    used = [*recipes.values(), *([grid] if grid else [])]
-    mode = compile_mode_for(used, resolve_compile(cfg.train.compile, accelerator.device))
+    decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
+    used = [*recipes, *([grid] if grid else [])]
+    mode = compile_mode_for(used, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)
     if grid:
         sampler = grid.build_sampler(ema.net, decoder, accelerator.device, mode)
-        active.append(hooks.SampleGrids(run, cfg.sample.every, sampler))
+        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
     if is_evaluated:
-        samplers = {key: recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for key, recipe in recipes.items()}
+        samplers = [recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for recipe in recipes]
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, reference, cfg.eval.batch_size, cache)
-        active.append(hooks.SampleEvaluation(run, cfg.eval.every, evaluator, samplers, reference.quick_fingerprint()))
+        evaluator = Evaluator(accelerator, detectors, reference, cfg.sampling.batch_size, cache)
+        pairs = list(zip(recipes, samplers))
+        scores = settings_of_scores(cfg.evaluation, reference)
+        active.append(hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, pairs, scores))
     if validation:
-        active.append(Validation(run, cfg.eval.every, validation))
+        active.append(Validation(run.results, cfg.evaluation.every, validation))
     return active

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -17,12 +15,14 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
-from evaluations.results import guidance_fields
+from evaluations.record import Evaluation, Results
 from evaluations.suite import display_name, format_metrics
+from evaluations.tables import guidance_fields
 from runtime.processes import keep_on_main, on_main
-from sampling.evaluator import Evaluator, hash_weights
-from sampling.recipe import sampler_settings, with_sampler
-from sampling.sampler import ImageSampler, draw_labels
+from sampling.evaluator import Evaluator
+from sampling.recipe import Recipe
+from sampling.sampler import ImageSampler
+from sampling.score import score_samples
 from training.metrics import STEP_METRICS
 from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
@@ -67,8 +67,8 @@ class SampleGrids(Hook):
         file = self.run.samples / f"{store.folder_name(trainer.step)}.png"
         if on_main(file.exists):
             return
-        accelerator, size = trainer.accelerator, trainer.cfg.sample.batch_size
-        seeds = list(range(trainer.cfg.sample.num_samples))
+        accelerator, size = trainer.accelerator, trainer.cfg.sampling.batch_size
+        seeds = list(range(trainer.cfg.sample_grid.num_samples))
         labels = [seed % self.sampler.data.num_classes for seed in seeds]
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
@@ -90,66 +90,66 @@ class SampleGrids(Hook):
 
 @dataclass
 class EvaluationHook(Hook):
-    """A hook that scores the EMA network and appends the scores to metrics.jsonl, unless the file already contains them.
+    """A hook that evaluates the EMA network and stores a record for each evaluation, unless the run has the record already.
 
-    Subclasses define two methods. `identify` returns the identifying fields for each metrics line of the current step. `evaluate`
-    returns the remaining fields of a line, and a mapping from display names to scores. Every process calls `evaluate`.
+    Subclasses define two methods. `wanted` returns the evaluations of the current step, without figures. `evaluate` returns one
+    of them with its figures. Every process calls `evaluate`.
     """
 
-    run: RunFolder
+    results: Results
     every: int
     runs_network = True
 
+    def wanted(self, trainer: Trainer) -> list[Evaluation]:
+        raise NotImplementedError
+
+    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
+        raise NotImplementedError
+
     def __call__(self, trainer: Trainer) -> None:
-        for key_fields in on_main(partial(self.identify, trainer)):
-            if on_main(partial(self.run.has_evaluation, key_fields)):
+        for wanted in on_main(partial(self.wanted, trainer)):
+            if on_main(lambda wanted=wanted: self.results.find(wanted) is not None):
                 continue
-            start_sec = time.perf_counter()
-            fields, displayed = self.evaluate(trainer, key_fields)
-            line = key_fields | fields | {"evaluation_sec": time.perf_counter() - start_sec}
-            on_main(partial(append_line, self.run.metrics, line))
-            log.info("step %d: %s", trainer.step, format_metrics(displayed))
-            lists = {key: value for key, value in fields.items() if key != "metrics"}
-            track(trainer.accelerator, {"step": trainer.step} | displayed | lists)
+            record = self.evaluate(trainer, wanted)
+            on_main(partial(self.results.add, record))
+            metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
+            log.info("step %d: %s", trainer.step, format_metrics(metrics))
+            track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
+
+
+def name_in_log(metric: str, record: Evaluation) -> str:
+    """Return the name of a metric in logs and in Weights & Biases, such as `fid_5k/cfg1.5` or `fid_5k/cfg1.5_channels3`."""
+    if not record.of_samples:
+        return metric
+    guidance = guidance_fields(record.settings)
+    scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
+    suffix = f"{guidance.get('guidance', 'cfg')}{scale}"
+    named = ("guidance", "cfg_scale", "guidance.w", "guidance.checkpoint", "guidance.checkpoint_hash")
+    suffix += "".join(f"_{key.removeprefix('guidance.')}{value}" for key, value in guidance.items() if key not in named)
+    return f"{display_name(metric, record.settings['num_samples'])}/{suffix}"
 
 
 @dataclass
 class SampleEvaluation(EvaluationHook):
-    """A hook that evaluates samples and writes one metrics line for each guidance.
+    """A hook that scores samples of each guidance.
 
     Attributes:
-        samplers: Mapping from the items of `sampling.recipe.guidance_settings` to image sampler.
-        reference_hash: The reference's `quick_fingerprint`.
+        recipes: For each guidance, its recipe and sampler.
+        scores: What the scores depend on besides the samples (`settings_of_scores`), when the evaluator was built.
     """
 
     evaluator: Evaluator
-    samplers: Mapping[tuple[tuple[str, object], ...], ImageSampler]
-    reference_hash: str
+    recipes: Sequence[tuple[Recipe, ImageSampler]]
+    scores: Mapping[str, object]
 
-    def identify(self, trainer: Trainer) -> list[dict]:
-        """Return identifying fields for each guidance. `settings` contains keys that affect metrics, as in `fid.py`."""
-        cfg, step = trainer.cfg, trainer.step
-        diffusion = with_sampler(cfg.diffusion, {"num_steps": cfg.eval.num_steps})
-        settings = {"weights": "ema", **sampler_settings(diffusion), "precision": cfg.eval.precision, "labels": cfg.eval.labels}
-        settings |= {"detector": "+".join(cfg.evaluation.all_detectors), "reference": Path(cfg.evaluation.reference).name}
-        settings |= hash_weights(cfg.evaluation)
-        # Earlier versions did not store these settings, so their usual values have no entry.
-        if cfg.sample.rounding != "round":
-            settings["rounding"] = cfg.sample.rounding
-        if cfg.data.autoencoder != trainer.dataset.info.autoencoder:
-            settings["autoencoder"] = cfg.data.autoencoder
-        num_samples = (step == cfg.train.num_steps and cfg.eval.final_num_samples) or cfg.eval.num_samples
-        common = {"step": step, "num_samples": num_samples, "settings": settings, "reference_hash": self.reference_hash}
-        return [{**common, **dict(guidance)} for guidance in self.samplers]
+    def settings(self, trainer: Trainer, recipe: Recipe) -> dict[str, object]:
+        number = trainer.cfg.evaluation.num_samples_at(trainer.step, trainer.cfg.train.num_steps)
+        return recipe.settings() | self.scores | {"num_samples": number}
 
-    def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
-        guidance = guidance_fields(key_fields)
-        num_samples, sampler = key_fields["num_samples"], self.samplers[tuple(guidance.items())]
-        labels = draw_labels(range(num_samples), sampler.data.num_classes, trainer.cfg.eval.labels)
-        features = self.evaluator.features_of_samples(sampler, labels, trainer.stop.poll_now)
-        metrics = on_main(partial(self.evaluator.evaluate, features, list(labels.values())))
-        scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
-        suffix = f"{guidance.get('guidance', 'cfg')}{scale}"  # such as cfg1.5
-        suffix += f"_channels{channels}" if (channels := guidance.get("guidance.channels")) else ""
-        named = {f"{display_name(metric, num_samples)}/{suffix}": value for metric, value in metrics.items()}
-        return {"metrics": metrics}, named
+    def wanted(self, trainer: Trainer) -> list[Evaluation]:
+        every = [self.settings(trainer, recipe) for recipe, _ in self.recipes]
+        return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings) for settings in every]
+
+    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
+        sampler = next(sampler for recipe, sampler in self.recipes if self.settings(trainer, recipe) == wanted.settings)
+        return score_samples(self.evaluator, sampler, wanted, trainer.stop.poll_now)[0]

@@ -11,7 +11,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from common.errors import UserError
-from configs.schema import Train
+from configs.schema import Train, TrainConfig
 from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
 
 
@@ -28,14 +28,14 @@ def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
         raise UserError(f"accelerate was launched with {launched_as}, but this trainer supports only DDP; launch it without")
 
 
-def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:
+def prepare(accelerator: Accelerator, cfg: TrainConfig, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:
     """Move the modules to the device, set up block compilation and activation checkpointing, and wrap the modules in DDP.
 
     Args:
         modules: The network and, with alignment, the projector. The weights must be equal on all processes.
         ema_net: The EMA network, which is only moved to the device.
     """
-    net, device = modules[0], accelerator.device
+    net, device, train = modules[0], accelerator.device, cfg.train
     for module in (*modules, ema_net):
         module.to(device)
     # torch.compile reads the memory budget when it compiles a block for the first time. The budget and the compiled blocks are
@@ -44,7 +44,7 @@ def prepare(accelerator: Accelerator, train: Train, modules: Sequence[nn.Module]
         torch._functorch.config.activation_memory_budget = train.activation_memory_budget
         torch.compiler.reset()
     checkpoint_activations(net, train.activation_checkpointing)
-    compile_network(net, resolve_compile(train.compile, device))
+    compile_network(net, resolve_compile(cfg.machine.compile, device))
     # Use one gradient bucket per block (91 MiB for DiT-XL/2), but at least DDP's default of 25 MiB. DDP reduces each full bucket
     # during the backward pass, except the last bucket. DDP adds gradients until a bucket reaches the size limit, so the limit is
     # rounded down. Storing gradients as views of the buckets avoids a copy.

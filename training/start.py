@@ -63,6 +63,6 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
         return
     schedule = f"batch {train.batch_size}, {train.optimizer}, lr {train.lr:g} ({train.schedule})"
     machine = f"{trainer.accelerator.num_processes} x {device.type}"
-    numerics = [train.precision, *([f"tf32={train.tf32}"] if device.type == "cuda" else [])]
-    numerics += [f"compile={resolve_compile(train.compile, device)}", *(["cuda_graphs=step"] if trainer.graph else [])]
+    numerics = [train.precision, *([f"tf32={cfg.machine.tf32}"] if device.type == "cuda" else [])]
+    numerics += [f"compile={resolve_compile(cfg.machine.compile, device)}", *(["cuda_graphs=step"] if trainer.graph else [])]
     log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, ", ".join(numerics))

@@ -123,7 +123,7 @@ class Trainer:
         self.accelerator, self.cfg, self.net, self.ema, self.dataset = accelerator, cfg, net.train(), ema, dataset
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
-        self.wrapped = prepare(accelerator, cfg.train, self.modules, ema.net)
+        self.wrapped = prepare(accelerator, cfg, self.modules, ema.net)
         self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
         optimizers = OPTIMIZERS[cfg.train.optimizer](cfg.train, self.parameters)
         self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
@@ -133,7 +133,7 @@ class Trainer:
         start = accelerator.process_index * num_micro_batches * size
         self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.graph: StepGraph | None = None
-        if why_no_cuda_graph(cfg.train, self.device, accelerator.num_processes) is None:
+        if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.last_logged_step = self.image_offset = 0
         self.loss_sums = torch.zeros(len(self.modules), device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
+from evaluations.record import Evaluation
 from latents.shards import LatentDataset, latents_for_network
 from training.hooks import EvaluationHook
 from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
@@ -44,21 +46,24 @@ class Validation(EvaluationHook):
 
     dataset: LatentDataset
 
-    def identify(self, trainer: Trainer) -> list[dict]:
-        settings = {"weights": "ema", "precision": trainer.cfg.eval.precision, "latents": self.dataset.fingerprint}
-        return [{"step": trainer.step, "num_samples": len(self.dataset), "cfg_scale": 1.0, "settings": settings}]
+    def wanted(self, trainer: Trainer) -> list[Evaluation]:
+        settings = {"weights": "ema", "cfg_scale": 1.0, "network_precision": trainer.cfg.sampling.precision}
+        settings |= {"num_samples": len(self.dataset), "latents": self.dataset.fingerprint}
+        return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)]
 
-    def evaluate(self, trainer: Trainer, key_fields: dict) -> tuple[dict, dict[str, float]]:
+    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
+        start_sec = time.perf_counter()
         sums = trainer.accelerator.reduce(self.bin_sums(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
-        return {"metrics": loss, "validation_loss_by_level": means_by_bin(sums)}, loss
+        figures = {"metrics": loss, "by_level": means_by_bin(sums), "evaluation_sec": time.perf_counter() - start_sec}
+        return wanted.model_copy(update=figures)
 
     @torch.no_grad()
     def bin_sums(self, trainer: Trainer) -> Tensor:
         """Sum and count this process's validation losses in each noise level bin. Return a [2, NUM_BINS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.
-        size = cfg.eval.batch_size
+        size = cfg.sampling.batch_size
         starts = range(0, len(data), accelerator.num_processes * size)
         bar = progress_bar(starts, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
         sums = torch.zeros(2, NUM_BINS, device=device)
@@ -68,7 +73,7 @@ class Validation(EvaluationHook):
             stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
             x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
             random = StratifiedRandom(items, device, "validation")
-            with torch.autocast(device.type, torch.bfloat16, enabled=cfg.eval.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=cfg.sampling.precision == "bf16"):
                 losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random)
             sums += sums_by_bin(losses[is_counted], random.quantiles[is_counted])
         return sums

@@ -1,7 +1,7 @@
 """Measure how long a training step takes on this machine.
 
     python -m extras.benchmarks step 'variants=["model=dit","model=tread"]' model.backbone=DiT-S/2 train.batch_size=8
-    python -m extras.benchmarks step 'variants=["model=dit","model=tread train.compile=blocks"]' train.precision=fp32
+    python -m extras.benchmarks step 'variants=["model=dit","model=tread machine.compile=blocks"]' train.precision=fp32
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step model=tread train.batch_size=256
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
     python -m extras.benchmarks machine                  # how fast the CPU starts kernels; also: update, attention, denoiser

@@ -12,8 +12,8 @@ import numpy as np
 from scipy.special import nctdtrinc
 from scipy.stats import t
 
-from evaluations.results import markdown_table
 from evaluations.suite import format_mean
+from evaluations.tables import markdown_table
 
 DISTANCE, LOSS = "fd_fashion", "validation_loss"
 NAMES = {

@@ -21,8 +21,9 @@ from common.errors import UserError
 from common.files import read_lines, write_atomically
 from common.types import Text
 from evaluations.metrics import standard_error
-from evaluations.results import plot
+from evaluations.record import read_records
 from evaluations.suite import format_metric
+from evaluations.tables import plot
 from extras.benchmarks.contrasts import (
     DISTANCE,
     LOSS,
@@ -292,16 +293,16 @@ def collect(output: Text, runs: Text = "runs") -> None:
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         run_fields = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
-        trained = read_metrics(run / "metrics.jsonl")
-        speeds = [line["steps_per_sec"] for line in trained["training"]]
-        for line in trained["evaluation"]:
-            kept = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level") if key in line}
-            lines.append(run_fields | kept | weights.get(line["step"], {}))
-        for line in read_lines(run / "evaluations" / "results.jsonl"):
-            kept = {key: line["shown"][key] for key in ("step", "cfg_scale") if key in line["shown"]}
-            kept["metrics"] = line["metrics"]
-            errors = {name: standard_error(values) for name, values in line["jackknife"].items()}
-            lines.append(run_fields | line["about"] | kept | {"standard_errors": errors} | weights.get(kept["step"], {}))
+        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl")]
+        for record in read_records(run / "evaluations" / "results.jsonl"):
+            kept = {"step": record.step, "metrics": record.metrics, **weights.get(record.step, {})}
+            if record.of_samples:
+                names = ("cfg_scale", "reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")
+                kept |= {name: record.settings[name] for name in names if name in record.settings}
+                kept["standard_errors"] = {name: standard_error(values) for name, values in record.jackknife.items()}
+            else:
+                kept["validation_loss_by_level"] = record.by_level
+            lines.append(run_fields | kept)
         lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})
     if not lines:
         raise UserError(f"runs={runs} holds no runs named search_<arm>_<rate> or <arm>_seed<seed>")

@@ -104,7 +104,7 @@ run_part resume 60 $pytest tests/gpu/test_runs.py -k "resumed_run or save_that_t
 run_part denoiser 40 $benchmark denoiser
 
 run_part step_b2 75 $step rounds=3 model.backbone=DiT-B/2 train.batch_size=256 \
-    'variants=["model=dit","model=tread","model=tread train.compile=none","model=tread train.activation_checkpointing=blocks"]'
+    'variants=["model=dit","model=tread","model=tread machine.compile=none","model=tread train.activation_checkpointing=blocks"]'
 [ "$num_gpus" = 1 ] || run_part step_parallel 100 -m accelerate.commands.launch --multi_gpu --num_processes "$num_gpus" \
     --mixed_precision no --dynamo_backend no $step rounds=3 $xl2 "$both"
 run_part long_xl2 60 $benchmark step train.precision=bf16 rounds=1 steps=400 $xl2 train.batch_size=32 $graph \

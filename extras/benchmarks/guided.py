@@ -34,7 +34,8 @@ from common.files import REPOSITORY, append_line, read_json, read_lines, write_a
 from common.types import PositiveInt, Text
 from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
-from evaluations.results import plot
+from evaluations.record import read_records
+from evaluations.tables import plot
 from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
 
 RESULTS = Path(__file__).parent / "results" / "fashion_guided_time.jsonl"
@@ -88,8 +89,8 @@ def guided(
 
     Args:
         jobs: Number of runs at a time. Each uses one CPU thread, and the GPU if there is one.
-        overrides: More train.py arguments, for settings that only change the speed, such as train.compile=none.
-        fid_overrides: More fid.py arguments, for settings that only change the speed, such as batch_size=500 on a GPU.
+        overrides: More train.py arguments, for settings that only change the speed, such as machine.compile=none.
+        fid_overrides: More fid.py arguments, for settings that only change the speed, such as sampling.batch_size=500.
         runs: Folder of the runs and their logs.
         elsewhere: Seeds that run on another machine. Their results in `output` help to choose the scales.
         commit: Commit of the code to record on a machine without the git history.
@@ -161,9 +162,10 @@ def command(
     plan, name = ARMS[arm], f"{arm}_seed{seed}"
     train = [
         f"experiment={plan.row}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={plan.num_steps}",
-        f"train.batch_size={plan.batch_size}", "train.tf32=false", "train.cpu_threads=1", "sample.every=0",
+        f"train.batch_size={plan.batch_size}", "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0",
         f"checkpoint.every={plan.step('early')}", f"checkpoint.keep_every={plan.step('early')}",
-        f"eval.every={plan.step('half')}", "eval.validation=data/fashion_validation", "evaluation.reference=null", *overrides,
+        f"evaluation.every={plan.step('half')}", "evaluation.validation=data/fashion_validation", "evaluation.reference=null",
+        *overrides,
     ]  # fmt: skip
     folders = {part: runs / name / "checkpoints" / store.folder_name(plan.step(part)) for part in PARTS}
     evaluations = []
@@ -177,8 +179,9 @@ def command(
         key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
         evaluations.append([
             f"checkpoint={json.dumps(found)}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
-            f"num_samples={num_samples_from(first_seed)}", f"first_seed={first_seed}", f"num_steps={NUM_LEVELS}",
-            "batch_size=100", "reference=references/fashion.npz", "tf32=false", "compile=none", "cpu_threads=1", *fid_overrides,
+            f"evaluation.num_samples={num_samples_from(first_seed)}", f"evaluation.first_seed={first_seed}",
+            f"sampler.num_steps={NUM_LEVELS}", "sampling.batch_size=100", "evaluation.reference=references/fashion.npz",
+            "machine.tf32=false", "machine.compile=none", "machine.cpu_threads=1", *fid_overrides,
         ])  # fmt: skip
     return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
 
@@ -290,26 +293,27 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
     commit, modified = git_commit()
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
-    metrics = read_metrics(run / "metrics.jsonl")
-    for line in metrics["evaluation"]:
-        if LOSS in line["metrics"] and line["step"] in hashes:
-            found = {key: line[key] for key in ("step", "metrics", "validation_loss_by_level")}
-            yield found | {"ema": hashes[line["step"]], "lr": train.lr}
-    for line in read_lines(run / "evaluations" / "results.jsonl"):
-        display, step = line["shown"], line["shown"]["step"]
-        name, scale = display.get("guidance", "cfg"), display.get("guidance.w", display.get("cfg_scale"))
-        if name == "sparse" and "guidance.checkpoint" in display:
+    for record in read_records(run / "evaluations" / "results.jsonl"):
+        settings, step = record.settings, record.step
+        if LOSS in record.metrics and step in hashes:
+            found = {"step": step, "metrics": record.metrics, "validation_loss_by_level": record.by_level}
+            yield found | {"ema": hashes[step], "lr": train.lr}
+        if not record.of_samples:
+            continue
+        name, scale = settings.get("guidance", "cfg"), settings.get("guidance.w", settings.get("cfg_scale"))
+        if name == "sparse" and "guidance.checkpoint" in settings:
             name = "sparse, early"
         name = "none" if scale == 1 else name
-        errors = {metric: standard_error(values) for metric, values in line["jackknife"].items()}
-        settings = {key: value for key, value in display.items() if key not in ("run", "step", "guidance.checkpoint")}
-        fields = {"step": step, "guidance": name, "scale": scale, **line["about"], "settings": settings}
-        content = {"ema": hashes[step], "content": line["point"]["content"]}
-        yield fields | {"metrics": line["metrics"], "standard_errors": errors} | content | versions
+        errors = {metric: standard_error(values) for metric, values in record.jackknife.items()}
+        apart = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")
+        fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in apart}
+        fields["settings"] = {key: x for key, x in settings.items() if key not in (*apart, "guidance.checkpoint")}
+        content = {"ema": hashes[step], "content": record.checkpoint}
+        yield fields | {"metrics": record.metrics, "standard_errors": errors} | content | versions
     if (last := train.num_steps) in hashes:
         kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
         kept = [start | {"commit": start["commit"] or without_git} for start in kept]
-        speeds = [line["steps_per_sec"] for line in metrics["training"]]
+        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl")]
         yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
 
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from checkpoints.provenance import describe_start
 from common.files import write_atomically
-from evaluations.results import markdown_table
+from evaluations.tables import markdown_table
 
 NOTES = """`ms`: the median of all timed calls. `kernel ms` (CUDA): the time in which the GPU computes during one call. If `ms` is
 much longer, the GPU waits for the CPU, which starts the kernels. `host ms` (CUDA): the time that the CPU needs to start one call,

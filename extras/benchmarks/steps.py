@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,7 +35,7 @@ def compose_config(overrides: Sequence[str], folder: Path) -> schema.TrainConfig
 
     Without data.path, the configuration uses random latents in `folder`.
     """
-    defaults = ["name=benchmark", f"output_dir={folder}", "sample.every=0", "eval.every=0"]
+    defaults = ["name=benchmark", f"output_dir={folder}", "sample_grid.every=0", "evaluation.every=0"]
     if not any(override.startswith(("data=", "experiment=")) for override in overrides):
         defaults.append("data=imagenet256")
     cfg = parse_config(compose_overrides([*defaults, *overrides]), schema.TrainConfig)
@@ -55,12 +56,16 @@ def write_random_latents(folder: Path, data: schema.Data, num_items: int) -> Pat
     return file
 
 
+def start_for(cfg: schema.TrainConfig) -> Accelerator:
+    return machine.start_accelerator(cfg.machine.cpu_threads, tf32=cfg.machine.tf32, precision=cfg.train.precision)
+
+
 def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVariant:
     """Build the training step of train.py (data, forward, backward, optimizer, EMA) without hooks."""
     cfg, dataset = build.open_data(cfg)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
     set_seed(cfg.seed)
-    compilation.check_machine(cfg.train, accelerator.device, accelerator.num_processes)
+    compilation.check_machine(cfg, accelerator.device, accelerator.num_processes)
     net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
     accelerator.free_memory()  # otherwise, the accelerator's references would outlive the trainer
@@ -84,11 +89,10 @@ def step(
     """
     with TemporaryDirectory() as folder:
         cfgs = {variant: compose_config([*overrides, *shlex.split(variant)], Path(folder)) for variant in variants}
-        keys = ("precision", "tf32", "cpu_threads", "activation_memory_budget")
-        if len({tuple(getattr(cfg.train, key) for key in keys) for cfg in cfgs.values()}) > 1:
-            raise UserError(f"variants cannot differ in train.{', '.join(keys)}, which hold for the whole process")
-        train = cfgs[variants[0]].train
-        accelerator = machine.start_accelerator(train.cpu_threads, tf32=train.tf32, precision=train.precision)
+        keys = ("train.precision", "train.activation_memory_budget", "machine.tf32", "machine.cpu_threads")
+        if len({attrgetter(*keys)(cfg) for cfg in cfgs.values()}) > 1:
+            raise UserError(f"variants cannot differ in {', '.join(keys)}, which hold for the whole process")
+        accelerator = start_for(cfgs[variants[0]])
         builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(builders, accelerator.device, rounds, steps, warmup, turns and Path(turns))
         report("Step", accelerator, records)
@@ -104,7 +108,7 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Posit
     with TemporaryDirectory() as folder:
         for number, variant in enumerate(variants):
             cfg = compose_config([*overrides, *shlex.split(variant)], Path(folder))
-            accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
+            accelerator = start_for(cfg)
             variant_step = build_step(accelerator, cfg)
             time_ms(variant_step.action, 0, accelerator.device, warmup=3)  # compiles the step before profiling starts
             with torch.profiler.profile() as profiled:

@@ -3,7 +3,8 @@
     python -m extras.report runs/                              # prints the tables
     python -m extras.report runs/ more_runs/ > table2.md
 
-The report reads config.yaml, metrics.jsonl, starts.jsonl and fid.py's results for every run in the folders. It writes no files.
+The report reads config.yaml, metrics.jsonl, starts.jsonl and evaluations/results.jsonl of every run in the folders. It writes no
+files.
 """
 
 from __future__ import annotations

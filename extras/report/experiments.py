@@ -17,7 +17,9 @@ from configs.command_line import parse_config
 from configs.compose import CONFIGS, compose_overrides, row_names
 from configs.schema import TrainConfig
 from configs.settings import flatten
+from evaluations.record import DEFAULTS
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
+from sampling.recipe import sampler_settings
 
 # Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
@@ -64,21 +66,28 @@ class Experiment:
         return statistics.fmean(run.hours_at(step) for run in self.longest_runs(measure))
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
-        """Return whether a figure is of the row's last step, with its number of sampling steps and the EMA of the checkpoint."""
-        values = values_in(measure.settings)
-        num_steps = str(self.runs[0].cfg.diffusion.sampler.num_steps)
-        is_default = values.get("weights", "ema") == "ema" and "ema_length" not in values
-        return step == self.identity["train.num_steps"] and is_default and values.get("num_steps", num_steps) == num_steps
+        """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
+        run, values = self.runs[0], values_in(measure.settings)
+        row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
+        expected = dict.fromkeys(vars(row.sampler)) | sampler_settings(row.sampler)
+        expected["network_precision"] = row.sampling.precision
+        usual = {name: getattr(row.sampling, name) for name in ("labels", "rounding")}
+        expected |= {name: None if value == DEFAULTS[name] else value for name, value in usual.items()}
+        expected["autoencoder"] = None  # the text of a measure has another one than the run's
+        expected |= {} if row.evaluation.detector_weights else {"detector_weights": None}
+        is_default = values.get("weights") == "ema" and "ema_length" not in values
+        is_sampled_alike = all(values.get(key) == (None if value is None else str(value)) for key, value in expected.items())
+        return step == self.identity["train.num_steps"] and is_default and is_sampled_alike
 
     def paper(self, measure: Measure) -> float | None:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
         if self.changes or self.row.get("num_samples") != measure.num_samples:
             return None
-        by_guidance = self.row.get("paper_by_guidance")
+        by_guidance = self.row["paper_by_guidance"]
         if measure.guidance == UNGUIDED:
             figures = self.row.get("paper")
-        elif by_guidance is None or measure.guidance.startswith(("cfg_scale", "guidance cfg")):
-            figures = self.row.get("paper_guided")  # rows that earlier versions stored have no `paper_by_guidance`
+        elif measure.guidance.startswith(("cfg_scale", "guidance cfg")):
+            figures = self.row.get("paper_guided")
         else:
             figures = next((by_guidance[arguments] for arguments in by_guidance if is_guided_by(measure, arguments)), None)
         return (figures or {}).get(measure.metric)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -20,14 +20,15 @@ from checkpoints.run import is_renamed, present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines
 from common.images import walk
-from common.types import FiniteFloat, NonNegativeInt
+from common.types import NonNegativeInt
 from configs.schema import TrainConfig
 from configs.settings import validate
-from evaluations.results import format_settings, guidance_fields, without_defaults
+from evaluations.record import Evaluation, read_records
+from evaluations.tables import format_settings, guidance_fields
 
 UNGUIDED = "none"
-# Settings in fid.py results that `Measure.settings` omits or that `Run.add` formats.
-OMITTED = ("checkpoint", "content", "num_samples", "detector", "reference", "autoencoder_hash")
+# Settings of records that `Measure.settings` omits or that `Run.add` formats.
+OMITTED = ("num_samples", "detector", "reference_hash", "autoencoder_hash", "ema_hash")
 
 
 class Measure(NamedTuple):
@@ -36,9 +37,7 @@ class Measure(NamedTuple):
     metric: str  # a metric name, or `training loss`
     num_samples: int
     guidance: str  # guidance settings as text, or UNGUIDED
-    # Sampler, weights and reference as text. The reference is a file name with the start of its hash. Lines of older versions
-    # lack the name or the hash.
-    settings: str
+    settings: str  # sampler, weights and reference as text; the reference is a file name with the start of its hash
 
     def in_words(self) -> str:
         """Format the measure as text, such as `fid of 50,000 samples, cfg_scale 1.5`."""
@@ -62,24 +61,6 @@ class StartLine(BaseModel, strict=True):
     changed: list[str] = []
 
 
-class CheckpointResult(BaseModel, strict=True):
-    """The entries of a line of results.jsonl that the report needs."""
-
-    checkpoint: str
-    content: str
-    num_samples: NonNegativeInt
-    step: NonNegativeInt
-    metrics: dict[str, FiniteFloat]
-
-
-def check_result(line: dict) -> None:
-    """Raise UserError if a line of results.jsonl is not a result of fid.py. Results of images on disk need no checkpoint."""
-    if not all(isinstance(line.get(key), dict) for key in ("point", "shown", "metrics")):
-        raise UserError("it is not a result of fid.py")
-    if "checkpoint" in line["point"]:
-        validate(line["point"] | {"step": line["shown"].get("step"), "metrics": line["metrics"]}, CheckpointResult)
-
-
 @dataclass
 class Run:
     """The contents of a run folder."""
@@ -93,10 +74,8 @@ class Run:
 
     @property
     def row(self) -> dict:
-        """Return the description of the run's row, which is empty if the run has no row. Earlier versions had rows in folders."""
-        names = ("name", "baseline", "checkpoint_of")
-        row = self.cfg.experiment or {}
-        return row | {key: row[key].replace("/", "_") for key in names if row.get(key)}
+        """Return the description of the run's row, which is empty if the run has no row."""
+        return self.cfg.experiment or {}
 
     @property
     def changes_on_resume(self) -> tuple[str, ...]:
@@ -137,29 +116,29 @@ class Run:
         """Return the training hours until a step, interpolated between logged steps. Steps outside the logged range give NaN."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def add(
-        self, step: int, metrics: dict[str, float], num_samples: int, settings: dict, name: str | None, reference_hash: str | None
-    ) -> None:
-        """Add the figures of one evaluation. `settings` contains guidance (cfg_scale, guidance.*) and sampler.
-
-        `name` and `reference_hash` are the file name and the hash of the reference, if they are known.
-        """
-        settings = without_defaults(settings)
+    def add(self, record: Evaluation) -> None:
+        """Add the figures of an evaluation of this run."""
+        default = vars(type(self.cfg.sampler)())
+        settings = {key: x for key, x in record.key.items() if key == "num_steps" or x != default.get(key)}
+        if settings.get("autoencoder") == self.cfg.sampling.autoencoder:
+            settings.pop("autoencoder", None)
         guidance = guidance_fields(settings)
-        if "guidance.checkpoint" in guidance:  # runs with other seeds have their own checkpoints
-            guidance["guidance.checkpoint"] = without_seed(str(guidance["guidance.checkpoint"]))
-        reference = " ".join(filter(None, [name, reference_hash and reference_hash[:8]]))
-        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance, *OMITTED)}
-        others |= {"reference": reference} if reference else {}
+        if weak := record.settings.get("guidance.checkpoint"):  # runs with other seeds have their own checkpoints
+            guidance["guidance.checkpoint"] = without_seed(str(weak))
+        guidance.pop("guidance.checkpoint_hash", None)
+        name, digest = record.settings.get("reference"), settings.get("reference_hash")
+        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance_fields(settings), *OMITTED)}
+        others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
         guidance_text = UNGUIDED if guidance == {"cfg_scale": 1.0} else format_settings(guidance)
-        for metric, value in metrics.items():
-            self.figures.setdefault(Measure(metric, num_samples, guidance_text, format_settings(others)), {})[step] = value
+        for metric, value in record.metrics.items():
+            measure = Measure(metric, settings["num_samples"], guidance_text, format_settings(others))
+            self.figures.setdefault(measure, {})[record.step] = value
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     """Return all runs in the folders, sorted by path, and the reason for each path that was left out.
 
-    Each fid.py result in the folders is added to the run whose checkpoint it evaluated.
+    Each record of an evaluation in the folders is added to the run that it evaluated.
     """
     runs, problems = [], {}
     for file in find_files(folders, "config.yaml"):
@@ -168,18 +147,11 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
                 runs.append(read_run(file.parent))
         except UserError as e:
             problems[str(file)] = str(e).replace(str(file), "it", 1)
-    files = [file for file in find_files(folders, "results.jsonl") if not is_renamed(file.parent)]
-    results = {file: [line for line in read_lines(file, check_result) if "checkpoint" in line["point"]] for file in files}
-    # fid.py's older results have only a hash that also covers the modification times of a folder's images.
-    hashes = {
-        line["point"].get("reference"): line["about"]["reference_hash"]
-        for lines in results.values()
-        for line in lines
-        if "reference_hash" in line.get("about", {})
-    }
-    for file, lines in results.items():
-        if orphans := add_results(file, lines, runs, hashes):
-            problems[str(file)] = f"results of {'; '.join(sorted(orphans))}"
+    for file in find_files(folders, "results.jsonl"):
+        if not is_renamed(file.parent):
+            records = [record for record in read_records(file) if record.step is not None]
+            if orphans := add_records(file, records, runs):
+                problems[str(file)] = f"results of {'; '.join(sorted(orphans))}"
     problems |= {str(run.path): "no figures yet" for run in runs if not run.figures}
     return [run for run in runs if run.figures], problems
 
@@ -193,42 +165,35 @@ def read_run(path: Path) -> Run:
     """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
     run, lines = Run(path, load_run_config(path), present_starts(starts)), read_metrics(path / "metrics.jsonl")
-    for line in lines["training"]:
+    for line in lines:
         run.speeds[line["step"]] = line["steps_per_sec"]
         if isinstance(images := line.get("images_seen"), int):
             run.image_offset = images - line["step"] * run.cfg.train.batch_size
         run.figures.setdefault(LOSS, {})[line["step"]] = line["loss"]
-    for line in lines["evaluation"]:
-        # The run's configuration has these two settings, too, so that they distinguish experiments anyway.
-        settings = {key: x for key, x in line.get("settings", {}).items() if key not in ("rounding", "autoencoder")}
-        point = guidance_fields(line) | settings
-        run.add(line["step"], line["metrics"], line["num_samples"], point, point.get("reference"), line.get("reference_hash"))
     return run
 
 
-def add_results(file: Path, lines: Sequence[dict], runs: Sequence[Run], hashes: Mapping[str, str]) -> set[str]:
-    """Add the fid.py results in a file to their runs. Return text about the runs to which the remaining results belong.
+def add_records(file: Path, records: Sequence[Evaluation], runs: Sequence[Run]) -> set[str]:
+    """Add the records in a file to their runs. Return text about the runs to which the remaining records belong.
 
-    `hashes` maps fid.py's hash of a reference to train.py's hash, which does not cover modification times.
-
-    Checkpoint hashes identify runs, even if a run folder was moved. If no hash matches, the function uses the run folder that the
-    result names, or else the run folder that contains the file, unless this run has another checkpoint at the step. The file's
-    folder counts only for the run with this name, or if all results in the file name the same run.
+    The hash of a checkpoint identifies its run, even if the folder was moved. A record of a checkpoint that is gone belongs to
+    the run in whose folder the file lies, or else to the only run with its name, unless it has another checkpoint at the step.
     """
-    named_runs = [Path(line["point"]["checkpoint"]).resolve().parent.parent for line in lines]
-    orphans, own = set(), file.parent.parent
-    for line, named_run in zip(lines, named_runs):
-        point, step = line["point"], line["shown"]["step"]
-        matches = [run for run in runs if point["content"].startswith(tuple(run.checkpoint_hashes.values()))]
-        places = [named_run, own] if named_run.name == own.name or len({*named_runs}) == 1 else [named_run]
-        candidates = [run for place in places for run in runs if run.path == place]
-        matches = matches or [run for run in candidates if step not in run.checkpoint_hashes][:1]
-        name, reference = line.get("about", {}).get("reference"), point.get("reference")
+    orphans, folder = set(), file.parent.parent
+    own = [run for run in runs if run.path == folder] if file.parent.name == "evaluations" else []
+    for record in records:
+        named = own or [run for run in runs if run.path.name == record.run]
+        if record.checkpoint is None:
+            matches = own
+        else:
+            matches = [run for run in runs if record.checkpoint in run.checkpoint_hashes.values()]
+            if not matches and len(named) == 1 and record.step not in named[0].checkpoint_hashes:
+                matches = named
         for run in matches:  # several matches are copies of one run
-            run.add(step, line["metrics"], point["num_samples"], point, name, hashes.get(reference, reference))
+            run.add(record)
         if not matches:
-            is_here = any(run.path == named_run for run in runs)
-            orphans.add(f"{named_run}, " + (f"for another checkpoint at step {step}" if is_here else "which is no run here"))
+            problem = f"for another checkpoint at step {record.step}" if named else "which is no run here"
+            orphans.add(f"{record.run}, {problem}")
     return orphans
 
 

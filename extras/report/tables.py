@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from evaluations.results import markdown_table
 from evaluations.suite import find_metric, format_mean, format_metric
+from evaluations.tables import markdown_table
 from extras.report.experiments import Experiment, change_words, curve_measure, differences_from
 from extras.report.runs import LOSS, UNGUIDED, Measure
 

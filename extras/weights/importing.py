@@ -25,7 +25,7 @@ from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
 
-TRUNCATED = "sample.rounding=truncate"
+TRUNCATED = "sampling.rounding=truncate"
 # For each kind of weights: arguments of train.py that set the model, the diffusion, and how the published scores were sampled.
 KINDS_OF_WEIGHTS = {
     "dit": ["model=dit", "diffusion=ddpm"],
@@ -83,7 +83,7 @@ def import_weights(
     scale, factor, *statistics = known or (None,) * 4
     if None in (scale_factor or scale, resolution or factor):
         raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which its name does not determine")
-    data |= {"autoencoder": autoencoder, "scale_factor": scale_factor or scale}
+    data["scale_factor"] = scale_factor or scale
     data["resolution"] = resolution or factor * data["input_size"]
     if data["resolution"] != (factor or data["resolution"] // data["input_size"]) * data["input_size"]:
         pixels = f"{factor} pixels" if factor else "a whole number of pixels"
@@ -97,6 +97,7 @@ def import_weights(
     data["latents_mean"], data["latents_std"] = statistics
     # Use float32, because the published scores also used float32.
     run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
+    run["sampling"] = {"autoencoder": autoencoder}
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
         like = cfg.model.build(cfg.data).state_dict()

@@ -26,7 +26,7 @@ from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars, split_names
 
 log = logging.getLogger(__name__)
 
-VALIDATION_STRIDE = 20  # part=validation selects every 20th image for eval.validation
+VALIDATION_STRIDE = 20  # part=validation selects every 20th image for evaluation.validation
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:

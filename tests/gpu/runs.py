@@ -34,7 +34,7 @@ SMALL = Size("XS/2", "DiT-XS/2", "data=digits", 4)  # on a CPU
 
 def config_for(size, folder, *overrides):
     """Return the configuration of a run in bf16, with model=tread unless the overrides name a model."""
-    own = ["train.precision=bf16", "train.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
+    own = ["train.precision=bf16", "machine.cpu_threads=1", f"train.batch_size={size.batch_size}", "data.num_workers=0"]
     if not any(override.startswith("model=") for override in overrides):
         own += ["model=tread", f"model.backbone=DiT-{size.backbone}"]
     return compose_config([size.data, *own, *overrides], folder)
@@ -46,7 +46,7 @@ def trainer_for(device, size, folder, *overrides):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     cfg = config_for(size, folder, "train.num_steps=1000000000", *overrides)
-    accelerator = machine.start_accelerator(cfg.train.cpu_threads, tf32=cfg.train.tf32, precision=cfg.train.precision)
+    accelerator = machine.start_accelerator(cfg.machine.cpu_threads, tf32=cfg.machine.tf32, precision=cfg.train.precision)
     cfg, dataset = build.open_data(cfg)
     set_seed(cfg.seed)
     net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
@@ -68,7 +68,7 @@ def keys_of_repa(size, folder):
     info = ShardInfo("sample", 0.5, "none", resolution=pixels, num_classes=classes)
     latents, labels = torch.randn(len(noise), channels, side, side), torch.arange(len(noise)) % classes
     write_shard(folder / "data" / "a.safetensors", latents, labels, info, **pack_images([to_jpeg(image) for image in noise]))
-    data = [f"data.path={folder / 'data'}", "data.autoencoder=none"]
+    data = [f"data.path={folder / 'data'}", "sampling.autoencoder=none"]
     data += ["alignment=repa", f"alignment.encoder={encoder}", f"alignment.encoder_weights={weights}", "alignment.block=4"]
     return [*data, "alignment.projector_width=64"] if is_small else data  # 2048 take most of the time on a CPU
 

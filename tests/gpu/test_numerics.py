@@ -107,7 +107,8 @@ def test_the_same_seeds_give_the_images_of_the_cpu(device, size, precision, mode
         compile_network(net, mode if how == "bf16" else "none")
         sampler = ImageSampler(
             net=net.to(where),
-            diffusion=EDM(sampler=HeunSampler(num_steps=4)),
+            diffusion=EDM(),
+            sampler=HeunSampler(num_steps=4),
             guidance=guidance,
             autoencoder=autoencoders.Identity(),
             data=data,

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LAUNCH_2, REPOSITORY, losses, metrics, run_fid, run_train, weights
+from conftest import LAUNCH_2, REPOSITORY, evaluated, losses, run_fid, run_train, weights
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoints import store
@@ -25,7 +25,7 @@ from training.saving import CheckpointHook
 @pytest.mark.parametrize("graphs", ["none", "step"])
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_path, graphs):
     keys = ["model=tread", "model.backbone=DiT-XS/2", "train.precision=bf16", "train.grad_clip_norm=1", "checkpoint.every=4"]
-    keys += ["train.compile=none", f"train.cuda_graphs={graphs}"]  # compiled kernels may use other tile sizes
+    keys += ["machine.compile=none", f"train.cuda_graphs={graphs}"]  # compiled kernels may use other tile sizes
     with exact_attention():  # other attention kernels add gradients in no fixed order
         whole = run_train(tmp_path, "whole", *keys, "train.num_steps=8")
         run_train(tmp_path, "parts", *keys, "train.num_steps=4")
@@ -38,17 +38,29 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(device, tmp_pat
 
 @pytest.mark.parametrize("graphs", ["none", "step"])
 def test_a_run_draws_grids_and_is_evaluated(device, tmp_path, graphs):
-    looks = ["sample.every=4", "sample.num_samples=10", "eval.every=4", "eval.num_samples=20", "eval.batch_size=20"]
-    looks += ["diffusion.sampler.num_steps=3", "train.precision=bf16", f"train.cuda_graphs={graphs}"]
+    looks = [
+        "sample_grid.every=4",
+        "sample_grid.num_samples=10",
+        "evaluation.every=4",
+        "evaluation.num_samples=20",
+        "sampling.batch_size=20",
+    ]
+    looks += ["sampler.num_steps=3", "train.precision=bf16", f"train.cuda_graphs={graphs}"]
     run = run_train(tmp_path, "looks", *looks, "train.num_steps=8")  # the first grid frees the graph, which is captured again
     assert (run / "samples" / "step_0000004.png").exists() and [*losses(run)] == [*range(1, 9)]
     assert "fd_digits" in (run / "metrics.jsonl").read_text()
 
 
 def test_300_steps_learn_as_much_as_on_a_cpu(device, tmp_path):
-    keys = ["train.batch_size=64", "train.num_steps=300", "train.precision=bf16", "eval.every=300", "evaluation.reference=null"]
-    run = run_train(tmp_path, "run", *keys, "eval.validation=latents/digits.safetensors")
-    found = [line["metrics"]["validation_loss"] for line in metrics(run) if "metrics" in line]
+    keys = [
+        "train.batch_size=64",
+        "train.num_steps=300",
+        "train.precision=bf16",
+        "evaluation.every=300",
+        "evaluation.reference=null",
+    ]
+    run = run_train(tmp_path, "run", *keys, "evaluation.validation=latents/digits.safetensors")
+    found = [line["metrics"]["validation_loss"] for line in evaluated(run)]
     # 0.4210 and 0.4191 for seeds 0 and 1 in float32 on a CPU, 0.62 after 60 steps.
     assert found == [pytest.approx(0.420, abs=0.01)]
 
@@ -63,8 +75,14 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_can_be_sampled
         average = weights if average is None else beta * average + (1 - beta) * weights
         assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
     assert step == 6
-    settings = ["num_samples=20", "num_steps=3", "batch_size=20", "ema_length=[0.1,0.2]", "guidance=cfg"]
-    settings += [f"checkpoint={run}", f"output={tmp_path / 'out'}", "cfg_scale=[1.0,1.5]", "cpu_threads=1"]
+    settings = [
+        "evaluation.num_samples=20",
+        "sampler.num_steps=3",
+        "sampling.batch_size=20",
+        "sampling.ema_length=[0.1,0.2]",
+        "guidance=cfg",
+    ]
+    settings += [f"checkpoint={run}", f"output={tmp_path / 'out'}", "guidance.cfg_scale=[1.0,1.5]", "machine.cpu_threads=1"]
     run_fid(*settings)
     results = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
     assert len(results) == 4 and all("fd_digits" in line for line in results)
@@ -108,8 +126,8 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
 def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed; tests/test_stop.py is for CPUs")
-    keys = ["train.num_steps=20000", "train.log_every=5", "sample.every=0", f"output_dir={tmp_path}", "name=run"]
-    command = [sys.executable, *LAUNCH_2, "train.py", *keys, "train.batch_size=8", "train.cpu_threads=1"]
+    keys = ["train.num_steps=20000", "train.log_every=5", "sample_grid.every=0", f"output_dir={tmp_path}", "name=run"]
+    command = [sys.executable, *LAUNCH_2, "train.py", *keys, "train.batch_size=8", "machine.cpu_threads=1"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     process = subprocess.Popen(command, cwd=REPOSITORY, **how)
     try:
@@ -130,7 +148,7 @@ def test_sigterm_ends_all_processes_soon_with_a_checkpoint(tmp_path, capsys):
 
 
 # FAST differs by the rounding of bfloat16 and, in compiled blocks, by tile sizes; EXACT differs only by the order of sums.
-FAST, EXACT = ["train.precision=bf16"], ["train.precision=fp32", "train.tf32=false", "train.compile=none"]
+FAST, EXACT = ["train.precision=bf16"], ["train.precision=fp32", "machine.tf32=false", "machine.compile=none"]
 
 
 @pytest.mark.parametrize(("how", "error"), [(EXACT, 0.01), (FAST, 0.1)])
@@ -140,7 +158,14 @@ def test_two_devices_learn_the_same_as_one(device, tmp_path, how, error):
     keys = ["train.batch_size=8", "train.num_steps=4", *how, "train.grad_accum_steps=2", "train.grad_clip_norm=1"]
     keys += ["checkpoint.every=1", "checkpoint.keep_last=4", "train.lr=1e-4"]
     one = run_train(tmp_path, "one", *keys)
-    own = ["train.log_every=1", "sample.every=0", "eval.every=0", "train.cpu_threads=1", f"output_dir={tmp_path}", "name=two"]
+    own = [
+        "train.log_every=1",
+        "sample_grid.every=0",
+        "evaluation.every=0",
+        "machine.cpu_threads=1",
+        f"output_dir={tmp_path}",
+        "name=two",
+    ]
     command = [sys.executable, *LAUNCH_2, "train.py", *keys, *own]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120)
     expected, got = (

@@ -58,12 +58,12 @@ def test_random_numbers_of_sampling_equal_those_of_a_cpu_and_arrive_without_a_wa
     assert drawn.cpu().equal(SeedRandom([3, 4], torch.device("cpu")).randn(2, 5))
 
 
-ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "train.compile=none"]
+ACCUMULATION = ["train.grad_accum_steps=2", "train.grad_clip_norm=1", "machine.compile=none"]
 
 
 @pytest.mark.parametrize(
     "keys",
-    [["data.num_workers=2"], ["train.cuda_graphs=step"], ACCUMULATION, ["train.optimizer=muon", "train.compile=none"]],
+    [["data.num_workers=2"], ["train.cuda_graphs=step"], ACCUMULATION, ["train.optimizer=muon", "machine.compile=none"]],
 )
 def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path, keys):
     trainer = trainer_for(device, size, tmp_path, "train.log_every=1000", *keys)
@@ -106,7 +106,7 @@ def test_compiled_steps_learn_what_plain_ones_do_and_are_compiled_once(device, s
     changes = []
     for mode in ("none", "blocks"):
         with compiler_for(device):
-            trainer = trainer_for(device, size, tmp_path, f"train.compile={mode}", *keys)
+            trainer = trainer_for(device, size, tmp_path, f"machine.compile={mode}", *keys)
             batches, before = trainer.batches(), [p.detach().clone() for p in trainer.parameters.values()]
             for step in range(6):
                 with torch._dynamo.config.patch(error_on_recompile=step >= 3):
@@ -141,7 +141,7 @@ def learn(device, size, folder, num_steps, *keys, attention=contextlib.nullconte
 
 @pytest.mark.parametrize("kind", GRAPH_KINDS)
 def test_a_graph_gives_the_bits_of_plain_steps(device, size, tmp_path, kind):
-    keys = [f"train.compile={'blocks' if device.type == 'cuda' else 'none'}", *GRAPH_KINDS[kind]]
+    keys = [f"machine.compile={'blocks' if device.type == 'cuda' else 'none'}", *GRAPH_KINDS[kind]]
     keys += keys_of_repa(size, tmp_path) if kind == "repa" else []
     # Other attention kernels add gradients in no fixed order.
     plain, replayed = (learn(device, size, tmp_path, 8, *keys, key, attention=exact_attention) for key in (PLAIN, GRAPH))
@@ -149,7 +149,7 @@ def test_a_graph_gives_the_bits_of_plain_steps(device, size, tmp_path, kind):
 
 
 def test_a_graph_gives_what_plain_steps_learn_with_the_attention_of_training(device, size, tmp_path):
-    keys = [] if device.type == "cuda" else ["train.compile=none"]
+    keys = [] if device.type == "cuda" else ["machine.compile=none"]
     start, plain, replayed = (
         torch.cat([x.flatten() for x in learn(device, size, tmp_path, num_steps, *keys, key)[:-2]])  # without loss sums
         for num_steps, key in ((0, PLAIN), (6, PLAIN), (6, GRAPH))
@@ -162,7 +162,7 @@ def test_the_gpu_hardly_waits_in_steps_that_are_graphs_and_routing_saves_a_quart
         pytest.skip("both trainers and their graphs need 60 GB")
     is_cuda = device.type == "cuda"
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size // 2}"]
-    overrides += ["train.precision=bf16", "train.cpu_threads=1"]
+    overrides += ["train.precision=bf16", "machine.cpu_threads=1"]
     turns = {"rounds": 3, "steps": 10, "warmup": 3} if is_cuda else {"rounds": 1, "steps": 1, "warmup": 0}
     found = {}
     for key in (PLAIN, GRAPH) if is_cuda else (PLAIN,):
@@ -198,7 +198,7 @@ def test_a_routed_step_takes_under_three_quarters_of_a_dense_one_and_the_estimat
     gc.collect()  # frees networks of earlier tests: compiled blocks are reference cycles
     is_cuda = device.type == "cuda"
     overrides = [size.data, f"model.backbone={size.large_backbone}", f"train.batch_size={size.batch_size}"]
-    overrides += ["train.precision=bf16", "train.cpu_threads=1"]
+    overrides += ["train.precision=bf16", "machine.cpu_threads=1"]
     turns = {"rounds": 3, "steps": 10, "warmup": 2} if is_cuda else {"rounds": 1, "steps": 1, "warmup": 0}
     dense, routed = step(["model=dit", "model=tread"], overrides, **turns)
     assert 0.5 < routed["GFLOP/image"] / dense["GFLOP/image"] < 0.75

@@ -1,0 +1,207 @@
+"""The record of an evaluation, and the file that keeps the records of a run.
+
+train.py and fid.py append a line for each evaluation to <run>/evaluations/results.jsonl. Tables, plots and reports are made from
+these lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from common.errors import UserError
+from common.files import (
+    append_line,
+    describe_write_error,
+    is_leftover,
+    lock_file,
+    read_lines,
+    refuse_link,
+    regular_file,
+    write_atomically,
+)
+from common.progress import log_if_slow
+from common.types import FiniteFloat, NonNegativeFloat, NonNegativeInt
+from configs.settings import validate
+
+# Usual values, which compare as if they were missing. A new setting needs a line with the value that older records meant.
+# Guidance and sampler settings need no line, because records hold only those that differ from their defaults.
+DEFAULTS = {"labels": "random", "rounding": "round", "first_seed": 0}
+
+PATHS = ("images", "reference", "guidance.checkpoint")  # settings that hashes identify, so that files may be moved
+
+log = logging.getLogger(__name__)
+
+LOCK_FOLDER = ".evaluating"  # folder with the file that a process locks while it writes results
+
+
+class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
+    """Figures of samples, of images on disk or of held-out latents, and what they depend on.
+
+    An evaluation that is still to do has no metrics.
+
+    Attributes:
+        run: Name of the folder of the run, or None for images on disk.
+        step: Number of training steps, or None for images on disk.
+        checkpoint: Hash of the checkpoint, or None if the run evaluated itself at this step.
+        settings: All settings that the figures depend on besides the weights, by name.
+        metrics: Figures by name.
+        jackknife: For each metric, its value without the i-th group of samples, from which standard errors follow.
+        cost: Network evaluations and GFLOPs per sampled image.
+        by_level: Validation loss by noise level, with None for levels without images.
+        evaluation_sec: Duration of sampling and scoring.
+    """
+
+    run: str | None = None
+    step: NonNegativeInt | None = None
+    checkpoint: str | None = None
+    settings: dict[str, Any]
+    metrics: dict[str, FiniteFloat] = {}
+    jackknife: dict[str, Annotated[list[FiniteFloat], Field(min_length=1)]] = {}
+    cost: dict[str, FiniteFloat] = {}
+    by_level: list[FiniteFloat | None] = []
+    evaluation_sec: NonNegativeFloat = 0.0
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether the metrics compare images with a reference. The others are losses on held-out latents."""
+        return "detector" in self.settings
+
+    @property
+    def key(self) -> dict:
+        """Return the settings without paths and without defaults. Records with equal keys measured in the same way."""
+        settings = json.loads(json.dumps(self.settings))
+        return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
+
+    def answers(self, wanted: Evaluation, is_own: bool) -> bool:
+        """Return whether this record has the figures of the `wanted` evaluation.
+
+        Args:
+            is_own: Whether the record lies in the folder of the run whose checkpoint is wanted. There, a record without a hash is
+                of the run's weights at its step.
+        """
+        is_same = self.checkpoint == wanted.checkpoint or (self.checkpoint is None and is_own and self.step == wanted.step)
+        return is_same and (wanted.checkpoint is not None or self.step == wanted.step) and self.key == wanted.key
+
+
+def lowest(records: Iterable[Evaluation]) -> float | None:
+    """Return the first metric of the record where it is lowest. Losses on held-out latents count only if nothing else does."""
+    measured = [record for record in records if record.metrics]
+    measured = [record for record in measured if record.of_samples] or measured
+    return min((next(iter(record.metrics.values())) for record in measured), default=None)
+
+
+def read_records(file: Path, level: int = logging.WARNING) -> list[Evaluation]:
+    """Return the records in a results.jsonl. Lines that are no records are left out with a message at the log level `level`."""
+    records: list[Evaluation] = []
+    list(read_lines(file, lambda line: records.append(validate(line, Evaluation)), level))
+    return records
+
+
+class Results:
+    """The records in a folder's results.jsonl.
+
+    Several commands can evaluate into one folder. If two of them make the same evaluation, the first record is kept.
+
+    Args:
+        folder: Folder of results.jsonl, the tables and the plot. It must not be a link.
+        run: Folder of the run that owns the folder, if there is one.
+        is_optional: If the folder cannot be written, only log a warning, and keep new results in memory.
+    """
+
+    def __init__(self, folder: Path, run: Path | None = None, is_optional: bool = False):
+        self.folder, self.file, self.run = folder, folder / "results.jsonl", run
+        self._is_optional, self._is_writable = is_optional, True
+        self._stored: tuple[int, list[Evaluation]] = (0, [])  # the size of results.jsonl when it was read last, and its records
+        self._unstored: list[Evaluation] = []  # records that could not be written
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Call `action`, which writes into the folder. If the folder is optional, the first UserError ends all writing."""
+        try:
+            if self._is_writable:
+                action()
+        except UserError as e:
+            if not self._is_optional:
+                raise
+            self._is_writable = False
+            log.warning("%s; the results of this run are printed, but not stored", e)
+
+    def check(self) -> Results:
+        """Raise UserError if the folder cannot be written, unless it is optional. Call it before evaluations, which take long."""
+        self.attempt(self._check)
+        return self
+
+    def _check(self) -> None:
+        refuse_link(self.folder), refuse_link(self.file)
+        unowned = [name for name in ("results.md", "results.csv", "results.png") if (self.folder / name).exists()]
+        if unowned and not self.file.exists() and self.run is None:
+            raise UserError(f"{self.folder / unowned[0]} was not written by fid.py; choose another output=")
+        try:  # only a result creates the folder
+            TemporaryFile(dir=next(path for path in (self.folder, *self.folder.parents) if path.exists())).close()
+        except OSError as e:
+            raise UserError(f"cannot write to {self.folder}: {describe_write_error(self.folder, e)}") from e
+
+    @property
+    def records(self) -> list[Evaluation]:
+        """All records, also those that other processes have stored by now."""
+        size = 0
+        with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
+            size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
+        if size != self._stored[0]:
+            level = logging.DEBUG if self._stored[0] else logging.WARNING  # warn once about lines that are not results
+            self._stored = size, read_records(self.file, level)
+        return self._stored[1] + self._unstored
+
+    def find(self, wanted: Evaluation) -> Evaluation | None:
+        """Return the record of an evaluation, or None if it is still to do."""
+        is_own = self.run is not None and self.run.name == wanted.run
+        return next((record for record in self.records if record.answers(wanted, is_own)), None)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Wait until no other process writes results into the folder, and keep others from it in the `with` block.
+
+        This is not the folder's .lock, which a trainer or sample.py may hold for long.
+        """
+        with log_if_slow(log, "waiting for another process that is writing to %s", self.folder):
+            lock = lock_file(refuse_link(self.folder / LOCK_FOLDER) / ".lock", "writing to", "output", blocking=True)
+        with lock:
+            for path in self.folder.glob(".tmp_*_results.*"):  # of a process that was killed
+                if is_leftover(path.name):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+            yield
+
+    def add(self, record: Evaluation) -> None:
+        """Append a record, unless another process has stored this evaluation by now."""
+
+        def append() -> None:
+            with self.lock():
+                if not self.find(record):
+                    append_line(self.file, record.model_dump(exclude_defaults=True))
+
+        self.attempt(append)
+        if not self.find(record):
+            self._unstored.append(record)
+
+    def forget_after(self, step: int) -> None:
+        """Delete the run's own records after `step`, because a run that resumes there makes these evaluations again.
+
+        Records of fid.py stay, as they name their checkpoint.
+        """
+        if self.file.exists():
+            with self.lock():
+                kept = [line for line in read_lines(self.file) if line.get("checkpoint") or not _is_after(line, step)]
+                write_atomically(self.file, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _is_after(line: dict, step: int) -> bool:
+    return isinstance(line.get("step"), int) and line["step"] > step

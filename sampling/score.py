@@ -1,0 +1,61 @@
+"""Score samples of a network. The trainer and fid.py make the records of their evaluations with these functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from configs import schema
+from evaluations.features import Features
+from evaluations.images import ImageSet
+from evaluations.record import Evaluation
+from runtime.processes import on_main
+from sampling.evaluator import Evaluator, hash_weights
+from sampling.sampler import ImageSampler, draw_labels
+
+
+def settings_of_scores(evaluation: schema.Measuring, reference: ImageSet) -> dict[str, object]:
+    """Return what the figures of images depend on besides the images, by the names in results."""
+    return {
+        "num_samples": evaluation.num_samples,
+        "first_seed": evaluation.first_seed,
+        "detector": "+".join(evaluation.all_detectors),
+        **hash_weights(evaluation),
+        "reference": Path(evaluation.reference).name,
+        "reference_hash": reference.quick_fingerprint(),
+    }
+
+
+def score_samples(
+    evaluator: Evaluator,
+    sampler: ImageSampler,
+    wanted: Evaluation,
+    stop: Callable[[], bool] = lambda: False,
+    name: str = "evaluation",
+) -> tuple[Evaluation, list[Features], list[int]]:
+    """Sample the images of the `wanted` evaluation, and score them. Every process must call this function.
+
+    Returns:
+        The record, the images' features (on the main process), and their labels.
+    """
+    settings, start_sec = wanted.settings, time.perf_counter()
+    seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
+    labels = draw_labels(seeds, sampler.data.num_classes, settings["labels"])
+    features = evaluator.features_of_samples(sampler, labels, stop, name)
+    metrics = on_main(partial(evaluator.evaluate, features, list(labels.values())))
+    figures = {"metrics": metrics, "cost": sampler.cost, "evaluation_sec": time.perf_counter() - start_sec}
+    return wanted.model_copy(update=figures), features, list(labels.values())
+
+
+def score_images(
+    evaluator: Evaluator, images: ImageSet, wanted: Evaluation
+) -> tuple[Evaluation, list[Features], np.ndarray | None]:
+    """Score images on disk. See `score_samples`, which returns the same."""
+    start_sec = time.perf_counter()
+    features, labels = evaluator.features_of_set(images, wanted.settings["num_samples"])
+    metrics = on_main(partial(evaluator.evaluate, features, labels))
+    return wanted.model_copy(update={"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec}), features, labels
