@@ -96,7 +96,7 @@ def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) ->
     replaced |= {id(optimizer.state): defaultdict(dict) for optimizer in inner}
     copies = [copy.deepcopy(optimizer, replaced) for optimizer in inner]
     for twin in copies:
-        for group in twin.param_groups:  # the state is the same, and the meta device has no fused step
-            group |= dict.fromkeys({"fused", "foreach"} & group.keys(), False)
+        for group in twin.param_groups:  # the state is the same; the meta device has no fused step, and foreach is fast
+            group |= {key: value for key, value in {"fused": False, "foreach": True}.items() if key in group}
         twin.step()
     return get_state(copies, twins)
