@@ -95,22 +95,26 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         quoted = value.strip("'").replace('"', r"\"")
         hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
         return f"{error.override} is not readable: quote text with special characters twice, as in {hint} ({text})"
-    if "is not in struct" in text and (unknown := re.search(r"Could not override '([^']+)'", text)):
+    if "is not in struct" in text:
+        # The argument's key has a part too many (guidance.w), or its value is a dictionary with an unknown key (guidance={w:2}).
+        names = re.findall(r"(?:Could not override '|is not in struct full_key: )([\w.@/-]+)", text)
+        unknown = max(names, key=len)
         pattern = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
         choices = [match[0] for override in overrides if (match := pattern.match(override))]  # model=dit of model=dit,tread
         try:
             known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
         except UserError:  # a choice that only --config-dir knows
             known = {}
-        names = [*known, *(key.partition(".")[0] for key in known)]
         # The keys of these groups depend on the method, and on the run's diffusion in sample.py and fid.py.
         methods = {file.stem: OmegaConf.load(file) for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
-        names += [f"guidance.{key}" for method in methods.values() for key in method]
-        names += [f"sampler.{key}" for file in (CONFIGS / "diffusion").glob("*.yaml") for key in OmegaConf.load(file).sampler]
-        group, _, key = unknown[1].partition(".")
+        known |= {f"guidance.{key}": None for method in methods.values() for key in method}
+        known |= {
+            f"sampler.{key}": None for file in (CONFIGS / "diffusion").glob("*.yaml") for key in OmegaConf.load(file).sampler
+        }
+        group, _, key = unknown.partition(".")
         if group == "guidance" and (having := [name for name, method in methods.items() if key in method]):
-            return f"{unknown[1]} is a key of guidance={' or '.join(having)}; choose one of them in the command, too"
-        return f"{unknown[1]} is not a key{nearest(unknown[1], [name for name in names if name in known or '.' in name])}"
+            return f"{unknown} is a key of guidance={' or '.join(having)}; choose one of them in the command, too"
+        return f"{unknown} is not a key{nearest(unknown, [*known, *(key.partition('.')[0] for key in known)])}"
     if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
         return "experiment is set already, by default to null: write experiment=... without +"
     if "In 'experiment/bases/" in text:  # its own parts have other paths in a row

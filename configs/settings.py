@@ -147,7 +147,8 @@ def nearest(key: str, known: Iterable[str]) -> str:
     """
     names = {other.lower(): other for other in known if other != key}
     end = key.lower().rpartition(".")[2]
-    same = [other for name, other in names.items() if name.rpartition(".")[2] == end or name.endswith(f"_{end}")]
+    same = [other for name, other in names.items() if name.rpartition(".")[2] == end]
+    same += [other for name, other in names.items() if name.endswith(f"_{end}")]
     near = [*same, *(names[name] for name in difflib.get_close_matches(key.lower(), names, cutoff=0.75))]
     return f"; nearest: {', '.join([*dict.fromkeys(near)][:3])}" if near else ""
 

@@ -166,7 +166,7 @@ def test_path_drop_guidance_costs_less_than_cfg_and_is_refused_for_a_run_without
         return float(caplog.text.partition(" GFLOPs")[0].split()[-1])
 
     caplog.set_level("INFO")
-    plain, cfg = sample("plain"), sample("cfg", "guidance=cfg")
+    plain, cfg = sample("plain", "guidance=none"), sample("cfg", "guidance=cfg")
     weak = sample("path_drop", "guidance=path_drop", "guidance.cfg_scale=2")
     assert 1.2 * plain < weak < 0.75 * cfg
     assert sample("sparse", "guidance=sparse", "guidance.r_weak=0.9") < cfg
