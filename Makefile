@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: env
 	@echo "training on the embedded digits: accelerate launch train.py model=tread"
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no train.py model=tread
-	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last) and runs/digits_tread/metrics.jsonl"
+	@echo "done. Look at runs/digits_tread/samples/ (grids of samples, newest last), runs/digits_tread/metrics.jsonl and .../evaluations/results.jsonl"
 
 # The CPU tests see no GPU. If the machine has a GPU, tests/gpu runs afterwards and alone, because it measures time and memory.
 test: env
