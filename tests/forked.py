@@ -112,9 +112,28 @@ def launch(folder, arguments, num_processes, before=None, limit_sec=60, **how):
     return [process.finish(limit_sec) for process in ranks]
 
 
-def _become(folder, writer, arguments, before, small, environment):
+@contextlib.contextmanager
+def as_program():
+    """End the process after the `with` block, as Python ends a program."""
     code = 1
     try:
+        yield
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            sys.stderr.write(f"{e.code}\n")
+    except BaseException:  # noqa: BLE001 (Python does the same when a program ends)
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(folder, writer, arguments, before, small, environment):
+    with as_program():
         os.setsid()
         for signum in SIGNALS:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
@@ -131,18 +150,6 @@ def _become(folder, writer, arguments, before, small, environment):
         script, *sys.argv[1:] = arguments
         sys.argv[0] = str(REPOSITORY / script)
         runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else int(e.code is not None)
-        if isinstance(e.code, str):
-            sys.stderr.write(f"{e.code}\n")
-    except BaseException:  # noqa: BLE001 (Python does the same when a program ends)
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,8 +181,7 @@ def _fork_worker(command, keep_fds, env=None):
 
 def _become_python(arguments, env, keep_fds=()):
     """Run `python <arguments>` in this new process, which shares memory with its parent, but no file that a new program loses."""
-    code = 1
-    try:
+    with as_program():
         null = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the folder itself
@@ -201,18 +207,6 @@ def _become_python(arguments, env, keep_fds=()):
         else:
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")
-        code = 0
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else int(e.code is not None)
-        if isinstance(e.code, str):
-            sys.stderr.write(f"{e.code}\n")
-    except BaseException:  # noqa: BLE001 (Python does the same when a program ends)
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
