@@ -67,7 +67,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
 
 def check_routes(cfg: schema.TrainConfig) -> None:
     """Raise UserError if a route of a new run carries no token. Networks of stored runs may have such routes."""
-    num_tokens = (cfg.data.input_size // cfg.model.sizes["patch_size"]) ** 2
+    num_tokens = cfg.num_tokens
     for i, ratio in enumerate(route.selection_ratio for route in cfg.model.routes):
         if ratio > 0 and num_kept_tokens(num_tokens, ratio) == num_tokens:
             accepted = f"use 0, at least 1/{num_tokens}, or smaller patches"

@@ -27,7 +27,7 @@ from common.files import (
 )
 from common.types import FiniteFloat, NonNegativeInt, PositiveFloat
 from configs.settings import validate
-from evaluations.record import Results
+from evaluations.record import Results, is_after
 
 log = logging.getLogger(__name__)
 
@@ -159,10 +159,7 @@ class RunFolder:
     def delete_results_after(self, step: int) -> None:
         """Delete incomplete lines. Also delete metrics, evaluations and grids after `step`, which the run will write again."""
 
-        def is_later(line: dict) -> bool:
-            return isinstance(line.get("step"), (int, float)) and line["step"] > step  # the trainer writes no line without a step
-
-        kept = [line for line in read_lines(self.metrics) if not is_later(line)]
+        kept = [line for line in read_lines(self.metrics) if not is_after(line, step)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.results.forget_after(step)
         for file in self.samples.glob("step_*.png"):

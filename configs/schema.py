@@ -357,6 +357,11 @@ class TrainConfig(Settings):
         return self.model_copy(update={"diffusion": checked.diffusion, "sampler": checked.sampler})
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the network, if the settings of the latents are filled in."""
+        return (self.data.input_size // self.model.sizes["patch_size"]) ** 2
+
+    @property
     def is_evaluated(self) -> bool:
         """Whether the run evaluates samples or the validation loss. With data=custom, `every` may be None until the start."""
         is_possible = self.evaluation.reference or self.evaluation.validation

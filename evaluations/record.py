@@ -199,9 +199,10 @@ class Results:
         """
         if self.file.exists():
             with self.lock():
-                kept = [line for line in read_lines(self.file) if line.get("checkpoint") or not _is_after(line, step)]
+                kept = [line for line in read_lines(self.file) if line.get("checkpoint") or not is_after(line, step)]
                 write_atomically(self.file, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def _is_after(line: dict, step: int) -> bool:
-    return isinstance(line.get("step"), int) and line["step"] > step
+def is_after(line: dict, step: int) -> bool:
+    """Return whether a line of a run's file is of a later step. Lines without a step are of no step."""
+    return isinstance(line.get("step"), (int, float)) and line["step"] > step

@@ -92,7 +92,7 @@ def choose_recipes(cfg: FidConfig, folders: Sequence[Path]) -> list[tuple[FidCon
 def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], reference: ImageSet) -> list[Point]:
     """Return the points of the recipes, without points that measure the same."""
     points: list[Point] = []
-    scores = settings_of_scores(recipes[0][0].evaluation, reference)  # equal for all but the number of samples
+    scores = settings_of_scores(recipes[0][0].evaluation, reference)  # equal for all
     for cfg, recipe, typed in recipes:
         folder, step = recipe.checkpoint, store.read_step(recipe.checkpoint)
         name = (store.find_run(folder) or folder.resolve().parent).name
@@ -101,7 +101,7 @@ def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], referen
             run=name if folder.name == store.folder_name(step) else f"{name}/{folder.name}",
             step=step,
             checkpoint=recipe.checkpoint_hash,
-            settings=recipe.settings() | scores | {"num_samples": cfg.evaluation.num_samples},
+            settings=recipe.settings() | cfg.evaluation.model_dump(include={"num_samples", "first_seed"}) | scores,
         )
         if not any(wanted.answers(other.wanted, False) for other in points):  # intervals have no effect at cfg_scale=1
             points.append(Point(wanted, cfg, recipe, typed))
@@ -109,9 +109,8 @@ def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], referen
 
 
 def point_of_images(cfg: FidConfig, images: ImageSet, reference: ImageSet) -> Point:
-    settings = {"images": cfg.images, "images_hash": on_main(images.fingerprint)} | settings_of_scores(cfg.evaluation, reference)
-    del settings["first_seed"]
-    return Point(Evaluation(settings=settings), cfg, None, {})
+    settings = {"images": cfg.images, "images_hash": on_main(images.fingerprint), "num_samples": cfg.evaluation.num_samples}
+    return Point(Evaluation(settings=settings | settings_of_scores(cfg.evaluation, reference)), cfg, None, {})
 
 
 @dataclass

@@ -156,7 +156,7 @@ def weak_checkpoint(settings: schema.Guidance) -> Path | None:
 
 def route_noise_shape(run: schema.TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
-    return len(run.model.routes), (run.data.input_size // run.model.sizes["patch_size"]) ** 2
+    return len(run.model.routes), run.num_tokens
 
 
 def sampler_settings(sampler: schema.Sampler) -> dict[str, object]:

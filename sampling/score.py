@@ -21,8 +21,6 @@ from sampling.sampler import ImageSampler, draw_labels
 def settings_of_scores(evaluation: schema.Measuring, reference: ImageSet) -> dict[str, object]:
     """Return what the figures of images depend on besides the images, by the names in results."""
     return {
-        "num_samples": evaluation.num_samples,
-        "first_seed": evaluation.first_seed,
         "detector": "+".join(evaluation.all_detectors),
         **hash_weights(evaluation),
         "reference": Path(evaluation.reference).name,

@@ -143,8 +143,9 @@ class SampleEvaluation(EvaluationHook):
     scores: Mapping[str, object]
 
     def settings(self, trainer: Trainer, recipe: Recipe) -> dict[str, object]:
-        number = trainer.cfg.evaluation.num_samples_at(trainer.step, trainer.cfg.train.num_steps)
-        return recipe.settings() | self.scores | {"num_samples": number}
+        cfg = trainer.cfg.evaluation
+        number = cfg.num_samples_at(trainer.step, trainer.cfg.train.num_steps)
+        return recipe.settings() | {"num_samples": number, "first_seed": cfg.first_seed} | self.scores
 
     def wanted(self, trainer: Trainer) -> list[Evaluation]:
         every = [self.settings(trainer, recipe) for recipe, _ in self.recipes]
