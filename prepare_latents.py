@@ -40,13 +40,13 @@ def encode(cfg: EncodeConfig) -> None:
     from latents import autoencoders
     from latents.prepare.encode import (
         MAY_CHANGE_ON_RESUME,
-        REPAIR_IN_PART,
         REPAIR_IN_SHARDS,
         encode_images,
+        image_reader,
         open_folder,
         refuse_faults,
     )
-    from latents.prepare.images import LabelledImages, count_classes, describe_classes, open_labelled_images
+    from latents.prepare.images import LabelledImages, count_classes, describe_classes, hash_images, open_labelled_images
     from latents.prepare.write import ShardWriter
     from latents.shards import ShardInfo
     from latents.torch_files import read_channel_statistics
@@ -64,7 +64,7 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
 
     def find_images() -> LabelledImages:
-        images = open_labelled_images(cfg.images, cfg.labels, cfg.part)
+        images = open_labelled_images(cfg.images, cfg.labels)
         refuse_faults(images, cfg)
         return images
 
@@ -79,6 +79,11 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
     if cfg.resolution % vae.downsampling:
         raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
+    if cfg.part != "all" or cfg.duplicates == "skip":
+        rank, num_processes = accelerator.process_index, accelerator.num_processes
+        share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
+        hashes = processes.gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
+        source.choose(hashes, cfg.part, cfg.duplicates)
     num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
     log.info("%s", describe_classes(source))
     scale_factor, _, *statistics = vae.scaling
@@ -87,6 +92,8 @@ def encode(cfg: EncodeConfig) -> None:
         scale_factor = scale_factor if cfg.sigma_data else 1.0
     info = ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    if cfg.duplicates == "keep":
+        del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
 
     def hash_items(*bounds: int) -> str:
@@ -102,9 +109,8 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
     if unreadable:
-        repair = REPAIR_IN_SHARDS if cfg.part == "all" else REPAIR_IN_PART
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], repair))
-    entries = {"source": cfg.images, "unread": source.unread, "listing": source.listing}
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
+    entries = {"source": cfg.images, "unread": source.unread}
     processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
     processes.leave()
 
@@ -113,6 +119,7 @@ def inspect(
     path: Text,
     images: Text | None = None,
     autoencoder: AutoencoderSpec | None = None,
+    other: Text | None = None,
     grid: Text = "auto",
     sigma_data: PositiveFloat = 0.5,
     cpu_threads: PositiveInt | None = None,
@@ -123,12 +130,13 @@ def inspect(
         path: Folder of shards, or a single shard.
         images: Folder of the encoded images. If `images` is set, the command compares all latents with these images, and the grid
             shows the original images next to the decoded latents.
+        other: Folder of shards. If `other` is set, images that are in both folders are a problem.
         autoencoder: Autoencoder that decodes the latents for the grid. By default, the shards determine the autoencoder.
         grid: Image file to write. `auto` writes <path>/inspect_<hash>.png, and `none` disables the grid.
         sigma_data: Standard deviation of the network input that the diffusion assumes.
     """
     from latents import autoencoders
-    from latents.prepare.inspect import SourceImages, fetch_images, fetch_spread, find_problems
+    from latents.prepare.inspect import SourceImages, fetch_images, fetch_spread, find_problems, find_shared
     from latents.shards import LatentDataset, evenly_spaced_items
     from runtime.machine import start_accelerator
 
@@ -146,11 +154,14 @@ def inspect(
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
     source = None if images is None else SourceImages(dataset, images)
     problems = find_problems(dataset, sigma_data, source, decoder, device)
+    problems += [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         labels = [class_caption(label, dataset.class_names) for label in labels]
         decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        originals = None if source is None else [source.read(item) for item in evenly_spaced_items(len(dataset), len(labels))]
+        originals = (
+            None if source is None else [source.read(item).pixels for item in evenly_spaced_items(len(dataset), len(labels))]
+        )
         if originals is None and dataset.has_jpegs:
             with contextlib.suppress(UserError):  # find_problems already reports unreadable images
                 originals = fetch_images(dataset)

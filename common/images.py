@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -18,6 +19,9 @@ NOT_A_FILE = "it is not a regular file, or the link is broken"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 OTHER_SUFFIXES = (".svg", ".svgz", ".heic", ".heif", ".avif", ".jxl")  # image formats that Pillow may not know
 MODES = ("RGB", "1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr")  # modes with at most 8 bits per channel
+# Folders of systems beside those of users: macOS in .zip files, Windows, fsck, file servers (thumbnails, bins, snapshots)
+SYSTEM_FOLDERS = {"__macosx", "$recycle.bin", "recycler", "system volume information", "lost+found"}
+SYSTEM_FOLDERS |= {"@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot"}
 DRAWING = "inspect_{}.png"  # drawing that `prepare_latents.py inspect` writes into a folder of shards, named by 8 hex digits
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # grey modes with more than 8 bits, which need a `value_range`
 
@@ -88,8 +92,17 @@ def is_broken_link(path: Path | os.DirEntry) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether `walk` skips a name: dot files, macOS's folder in .zip files and drawings by `inspect`."""
-    return name.startswith(".") or name == "__MACOSX" or re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
+    """Return whether a file or folder with this name is no file of a user: a dot file, SYSTEM_FOLDERS, a drawing by `inspect`."""
+    is_drawing = re.fullmatch(DRAWING.format("[0-9a-f]{8}"), name) is not None
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS or is_drawing
+
+
+def hash_pixels(image: Image.Image | np.ndarray) -> int:
+    """Return a 64-bit hash of an image's size and pixels, or of another array, which identifies equal ones."""
+    values = np.ascontiguousarray(image)
+    digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=8)
+    digest.update(values)
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def are_same_colour(first: str, second: str) -> bool:

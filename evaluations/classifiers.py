@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError, as_user_error
 from common.files import hash_file, regular_file, write_atomically
+from common.images import hash_pixels
 from common.progress import progress_bar
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
@@ -100,6 +101,14 @@ class ClassifierDetector:
         return Features(self.name, pool=pool, logits=logits)
 
 
+def _split(pixels: np.ndarray, num_held_out: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of about `num_held_out` random images, and of the others. Equal images are in one of both."""
+    shuffled = np.random.default_rng(0).permutation(len(pixels))
+    groups = np.unique([hash_pixels(pixels[i]) for i in shuffled], return_index=True, return_inverse=True)[1:]
+    is_held_out = groups[0][groups[1]] < num_held_out  # where the first of equal images is
+    return torch.from_numpy(shuffled[is_held_out]), torch.from_numpy(shuffled[~is_held_out])
+
+
 def train_detector(images: ImageSet, output: Path, device: torch.device, num_epochs: int) -> float:
     """Train a classifier on labelled images and write it to `output`, which must be digits.safetensors or <set>.safetensors.
 
@@ -123,11 +132,12 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         raise UserError(f"reference={images.path}: {'; '.join(reasons)}")
     labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
     metadata = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
+    random, batch_size = np.random.default_rng(1), 64
+    held_out, training = _split(pixels.numpy(), num_images // (5 if is_digits else 10))
+    if not len(held_out) or len(training) < batch_size:
+        raise UserError(f"reference={images.path}: too many of its {num_images:,} images are equal")
     torch.manual_seed(0)
     net = _network(metadata).to(device)
-    shuffled = torch.from_numpy(np.random.default_rng(0).permutation(num_images))
-    held_out, training = shuffled.tensor_split([num_images // (5 if is_digits else 10)])
-    random, batch_size = np.random.default_rng(1), 64
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, weight_decay=0.01)
     num_batches = len(training) // batch_size
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * num_batches)

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,7 +115,7 @@ class ImageFolder:
             seed, number = Counter(match[1] for match in matches).most_common(1)[0]
             if number > 1:
                 raise UserError(f"{self.path} holds {number} images of {seed}; sample other seeds= in each folder")
-        self._with_more_frames: list[Path] = []
+        self._noted: dict[str, list[Path]] = defaultdict(list)  # images of the current pass by note of `read_rgb`
         self._quick_fingerprint: str | None = None
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
@@ -143,7 +143,7 @@ class ImageFolder:
 
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         files = self.files if items is None else [self.files[i] for i in items]
-        self._with_more_frames.clear()
+        self._noted.clear()
         with ThreadPoolExecutor(8) as pool:
             for i in range(0, len(files), batch_size):
                 try:
@@ -152,8 +152,12 @@ class ImageFolder:
                     self._list_unreadable(files[i : i + NUM_LISTED], pool)
                     raise  # the image can be read by now
                 yield batch
-        if files := self._with_more_frames:
+        if files := self._noted["multi_frame"]:
             log.warning("%s: only the first page or frame of %d images is read, such as %s", self.path, len(files), min(files))
+        if files := self._noted["transparent"]:
+            log.info("%s: %s is behind %d transparent images, such as %s", self.path, self.background, len(files), min(files))
+        if files := self._noted["enlarged"]:
+            log.info("%s: %d images were enlarged to %d pixels, such as %s", self.path, len(files), self.crop, min(files))
 
     def _list_unreadable(self, files: Sequence[Path], pool: ThreadPoolExecutor) -> None:
         """Raise one UserError for all of these files that cannot be used."""
@@ -187,8 +191,9 @@ class ImageFolder:
     def _read(self, file: Path) -> np.ndarray:
         with as_user_error(file):
             image, notes = read_rgb(file, self.background, self._modes)
-            if "multi_frame" in notes:
-                self._with_more_frames.append(file)
+            notes += ["enlarged"] if self.crop and min(image.size) < self.crop else []
+            for note in notes:
+                self._noted[note].append(file)
             if self.crop is not None:
                 return adm_center_crop(image, self.crop)
             if self.shape and (image.height, image.width) != self.shape[1:3]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common.errors import UserError, as_user_error
 from common.files import check_format, hash_bytes, hash_file, read_json, regular_file, write_atomically
+from common.images import hash_pixels
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 from latents.autoencoders import to_uint8
 from latents.reader import FileReader
@@ -38,6 +39,8 @@ MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardWriter` removes after all shards are written
 _STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
+Part = Literal["all", "train", "validation"]
+Duplicates = Literal["keep", "skip"]
 MAX_CLASSES = 10**6  # tables for more classes would not fit into memory
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
@@ -67,13 +70,20 @@ def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
     return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
 
 
+def hash_latents(stored: Tensor, kind: str) -> Tensor:
+    """Hash the means of stored latents [b, C or 2C, H, W] in float16, int64 [b]. Latents without images are compared by them."""
+    means = mean_and_log_variance(stored, kind)[0].half().numpy()
+    return torch.tensor([hash_pixels(x) for x in means], dtype=torch.int64)
+
+
 def write_shard(path: str | Path, latents: Tensor, labels: Tensor, info: ShardInfo, **more: Tensor | None) -> None:
     """Write a shard atomically. An interrupted call leaves no incomplete shard.
 
     Args:
         latents: Latents [M, C, H, W], or [M, 2C, H, W] for kind `moments`, in float16 or float32.
         labels: Class labels [M] in int64.
-        more: Optional tensors: `latents_flip` with the same shape and dtype as `latents`, and the result of `pack_images`.
+        more: Optional tensors: `latents_flip` with the same shape and dtype as `latents`, the result of `pack_images`, and
+            `image_hashes` [M] in int64, which are equal for equal images.
 
     Raises:
         UserError: If the file already exists, if a shape, dtype or label is invalid, or if a value is not finite.
@@ -140,7 +150,10 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
         if not condition:
             raise UserError(f"{file} holds {contents}; a latent shard needs {expected}")
 
-    require({"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets"}, "latents and labels")
+    require(
+        {"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets", "image_hashes"},
+        "latents and labels",
+    )
     latents, labels = shard["latents"], shard["labels"]
     require(latents.ndim == 4 and latents.dtype in (torch.float16, torch.float32), "latents [M, C, H, W] of float16 or float32")
     flips = shard.get("latents_flip", latents)
@@ -150,6 +163,8 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     channels = latents.shape[1] // (1 + (info.kind == "moments"))
     require(len(info.latents_mean or range(channels)) == channels, f"latents_mean and latents_std of {channels} channels")
     require(labels.dtype == torch.int64 and labels.shape == latents.shape[:1], "labels [M] of int64")
+    hashes = shard.get("image_hashes", labels)
+    require(hashes.dtype == torch.int64 and hashes.shape == labels.shape, "image_hashes [M] of int64")
     are_classes = ((labels >= 0) & (labels < info.num_classes)).all()
     require(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     require("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
@@ -172,7 +187,8 @@ class _Open(pydantic.BaseModel):
 class _EncodeSettings(_Open):
     """Entries of a manifest's `settings` that this project reads. `convert` and other programs do not write them."""
 
-    part: Literal["all", "train", "validation"] = "all"
+    part: Part = "all"
+    duplicates: Duplicates = "keep"
     background: Colour = "white"
     pad: NonNegativeInt = 0
     grey: bool = False
@@ -190,7 +206,6 @@ class _Manifest(_Open):
     shards: dict[str, str]
     settings: _EncodeSettings
     class_names: list[str] | None = None
-    listing: str | None = None
     left_out: list[_LeftOut] = []
     notes: dict[str, int] = {}
 
@@ -233,7 +248,7 @@ class LatentDataset:
         has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
         class_names: Class names from the manifest, or None if the class names are unknown.
         settings: Settings of the command that created the shards. The dictionary is empty without a manifest.
-        listing: Hash of all names from which `encode part=` selected the images, or None.
+        image_hashes: Hash of the image of each latent [N], int64, or None if not all shards contain hashes.
 
     Args:
         path: Folder of shards, or a single shard.
@@ -255,12 +270,15 @@ class LatentDataset:
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
         infos, shards, offsets = zip(*map(_open_shard, self.files))
-        layouts = [(i, sorted(shard), shard["latents"].dtype, shard["latents"].shape[1:]) for i, shard in zip(infos, shards)]
+        names = [sorted(shard.keys() - {"image_hashes"}) for shard in shards]
+        layouts = [(i, n, shard["latents"].dtype, shard["latents"].shape[1:]) for i, n, shard in zip(infos, names, shards)]
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
         self.info: ShardInfo = infos[0]
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
+        hashes = [shard["image_hashes"].numpy() for shard in shards if "image_hashes" in shard]
+        self.image_hashes: np.ndarray | None = np.concatenate(hashes) if len(hashes) == len(shards) else None
         latents = shards[0]["latents"][:0].numpy()
         self._shape, self._dtype = latents.shape[1:], latents.dtype
         self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
@@ -275,7 +293,6 @@ class LatentDataset:
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = manifest and manifest.get("class_names")
         self.settings: dict = manifest["settings"] if manifest else {}
-        self.listing: str | None = manifest and manifest.get("listing")
         if check_folder and manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
         if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
@@ -337,6 +354,12 @@ class LatentDataset:
     def hashes(self) -> dict[str, str]:
         """Map each shard's file name to the hash in its header. If the header contains no hash, compute the hash of the file."""
         return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
+
+    def shared_with(self, other: LatentDataset) -> np.ndarray:
+        """Return for each item whether `other` contains its image, bool [N]. All are False if one of both has no hashes."""
+        if self.image_hashes is None or other.image_hashes is None:
+            return np.zeros(len(self), dtype=bool)
+        return np.isin(self.image_hashes, other.image_hashes)
 
     @property
     def fingerprint(self) -> str:

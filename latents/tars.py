@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import tarfile
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from common.errors import UserError, as_user_error
 from common.files import regular_file
-from common.images import walk
+from common.images import is_hidden, walk
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
@@ -86,6 +86,8 @@ def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[T
     with as_user_error(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(regular_file(file), "r:") as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile would otherwise cache all members, which takes gigabytes for a large tar
+            if any(is_hidden(part) for part in PurePosixPath(member.name).parts):
+                continue
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key, extension = folder + slash + stem, extension.lower()

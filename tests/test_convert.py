@@ -89,6 +89,18 @@ def test_every_item_of_another_format_is_converted_and_passes_inspection(tmp_pat
     assert "no problems were found" in caplog.text
 
 
+def test_converted_latents_without_images_are_compared_by_their_means(tmp_path, caplog):
+    moments = sd_moments(NUM_ITEMS)
+    moments[5, :4] = moments[3, :4]  # an equal mean in float16, with another variance
+    lmdb_of(tmp_path / "in", moments)
+    caplog.set_level("INFO")
+    dataset = convert(tmp_path / "in", tmp_path / "out")
+    assert "1 images are copies of earlier ones" in caplog.text
+    assert dataset.image_hashes[3] == dataset.image_hashes[5] and len(np.unique(dataset.image_hashes)) == NUM_ITEMS - 1
+    whole = convert(tmp_path / "in", tmp_path / "whole", "dtype=float32")
+    assert whole.shared_with(dataset).all()
+
+
 def test_values_that_cannot_be_stored_and_missing_settings_are_refused_before_anything_is_written(tmp_path):
     moments = sd_moments(NUM_ITEMS, size=8)
     tars_of(tmp_path, moments)

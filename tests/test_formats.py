@@ -1,7 +1,9 @@
 """Formats of other projects: each test writes files like that project and reads them item by item."""
 
 import json
+import os
 import zipfile
+from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -159,6 +161,15 @@ def test_bad_means_and_stds_are_refused_by_name(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
         REPAFolder(tmp_path).read(0, 3)
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "data.mdb", "vae-sd/dataset.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_refused_by_name(tmp_path, name, make):
+    (tmp_path / "vae-sd").mkdir()
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name}.* is not a regular file"):
+        open_latents(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import prepare_latents
 from common.errors import UserError
-from evaluations.classifiers import ClassifierDetector, train_detector
+from evaluations.classifiers import ClassifierDetector, _split, train_detector
 from evaluations.images import open_images, write_npz
 from evaluations.suite import evaluate, metrics_for
 from extras.report.experiments import change_words, changes_of
@@ -92,6 +92,19 @@ def test_training_the_detector_of_the_digits_again_gives_the_same_file(tmp_path)
     for file in files:
         train_detector(digits, file, torch.device("cpu"), 1)
     assert files[0].read_bytes() == files[1].read_bytes() and ClassifierDetector("digits", files[0]).name == "digits"
+
+
+def test_copies_are_not_on_both_sides_of_the_detectors_split(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (700, 8, 8, 3), dtype=np.uint8)
+    copies = np.concatenate([images, images])
+    held_out, training = _split(copies, 140)
+    assert sorted([*held_out.tolist(), *training.tolist()]) == list(range(1400)) and 140 < len(held_out) < 420
+    assert not {*(held_out % 700).tolist()} & {*(training % 700).tolist()}
+    shuffled = np.random.default_rng(0).permutation(700)
+    assert np.array_equal(np.concatenate(_split(images, 70)), shuffled) and len(_split(images, 70)[0]) == 70
+    write_npz(tmp_path / "a.npz", np.zeros((1000, 8, 8, 3), np.uint8), (1000, 8, 8, 3), np.arange(1000) % 10)
+    with pytest.raises(UserError, match="too many of its 1,000 images are equal"):
+        train_detector(open_images(tmp_path / "a.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
 
 
 def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prepared, tmp_path):

@@ -14,7 +14,6 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from edm import EDM
-from latents.prepare.images import open_labelled_images
 from latents.shards import LatentDataset
 from training import build
 
@@ -133,7 +132,9 @@ def test_another_background_and_training_latents_are_said(tmp_path, caplog):
         UserError, match="evaluation.validation=.*black: it was encoded with background=black, but data.path=.*=white"
     ):
         open_with("black")
-    assert open_with("copy") is not None and not [line for line in caplog.messages if "background" in line or "colour" in line]
+    assert open_with("copy") is not None and not [
+        line for line in caplog.messages if "encoded with background" in line or "colour" in line
+    ]
     open_with("mine")
     assert "mine does not say which colour is behind its transparent images; " in caplog.messages[-1]
     open_with("white", "mine")
@@ -143,34 +144,35 @@ def test_another_background_and_training_latents_are_said(tmp_path, caplog):
 
 
 def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_path, caplog):
-    tmp_path = tmp_path / "images"
-    for i in range(45):
-        file = tmp_path / f"class_{i % 2}" / f"{i:02d}.png"
+    images, folders = tmp_path / "images", {}
+    for i in range(60):
+        file = images / f"class_{i % 2}" / f"{i:02d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (i, 0, 0)).save(file)
-    (tmp_path / "few").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "few" / "0.png")
-    train, validation, everything = (open_labelled_images(tmp_path, part=part) for part in ("train", "validation", "all"))
-    assert len(validation) == 2 and not set(train.names) & set(validation.names)
-    assert sorted([*train.names, *validation.names]) == sorted(everything.names)
-    folders = {}
-    for part in ("train", "validation"):
-        folders[part] = encode(tmp_path, tmp_path.parent / part, "identity", "resolution=8", "dtype=float32", f"part={part}")
-    keys = [
-        "data=custom",
-        f"data.path={folders['train']}",
-        f"evaluation.validation={folders['validation']}",
-        "model.backbone=DiT-XS/2",
-    ]
-    assert build.open_validation(checked([*KEYS, *keys]), LatentDataset(folders["train"])) is not None and not caplog.messages
-    # A removed image moves later ones to the other part, so that training and validation latents hold the same images.
-    (tmp_path / "class_0" / "00.png").unlink()
+        Image.new("RGB", (8, 8), (i // 3, 0, 0)).save(file)  # three copies of each, in both classes
+
+    def encode_part(part, *settings):
+        folders[part] = encode(images, tmp_path / part, "identity", "resolution=8", "dtype=float32", f"part={part}", *settings)
+        return LatentDataset(folders[part])
+
+    def open_validation():
+        keys = ["data=custom", f"data.path={folders['train']}", f"evaluation.validation={folders['validation']}"]
+        return build.open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(folders["train"]))
+
+    train, validation, everything = (encode_part(part) for part in ("train", "validation", "all"))
+    assert 0 < len(validation) < 20 and not set(train.image_hashes) & set(validation.image_hashes)
+    assert sorted([*train.image_hashes, *validation.image_hashes]) == sorted(everything.image_hashes)
+    assert train.info.num_classes == validation.info.num_classes == 2
+    assert open_validation() is not None and not [line for line in caplog.messages if "training" in line]
+    # Other images do not move an image to the other part.
+    (images / "class_0" / "00.png").unlink()
     shutil.rmtree(folders["validation"])
-    encode(tmp_path, folders["validation"], "identity", "resolution=8", "dtype=float32", "part=validation")
-    assert build.open_validation(checked([*KEYS, *keys]), LatentDataset(folders["train"])) is not None
-    assert "part= split other lists of images for them, so both may hold the same images" in caplog.messages[-1]
-    assert validation.all_labels.tolist() == everything.labels.tolist()  # so that both parts have the same number of classes
-    with pytest.raises(UserError, match="part=validation takes every 20th image"):
-        open_labelled_images(tmp_path / "few", labels="none", part="validation")
-    labels = dict(zip(everything.names, everything.labels))
-    assert all(labels[name] == label for part in (train, validation) for name, label in zip(part.names, part.labels))
+    assert set(encode_part("validation").image_hashes) == set(validation.image_hashes) and open_validation() is not None
+    assert not [line for line in caplog.messages if "training" in line]
+    folders["validation"] = folders["all"]
+    assert open_validation() is not None
+    assert f"of the 60 images of {folders['all']} are also in data.path=" in caplog.messages[-1]
+    for file in sorted(images.rglob("*.png"))[1:]:
+        if file.name != "01.png":
+            file.unlink()
+    with pytest.raises(UserError, match="part=validation holds none of 2 images .1 of 20 is validation"):
+        encode(images, tmp_path / "few", "identity", "resolution=8", "part=validation")

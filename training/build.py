@@ -125,9 +125,9 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
         overlap = f"{len(shared)} of the {len(validation.files)} shards of {validation.path} are also in data.path={dataset.path}"
         log.warning("evaluation.validation: %s, so they measure a loss on training latents", overlap)
-    elif None not in (listings := {validation.listing, dataset.listing}) and len(listings) > 1:
-        problem = "part= split other lists of images for them, so both may hold the same images; encode both parts again"
-        log.warning("evaluation.validation: %s and data.path=%s: %s", validation.path, dataset.path, problem)
+    elif num_shared := int(validation.shared_with(dataset).sum()):
+        overlap = f"{num_shared} of the {len(validation)} images of {validation.path} are also in data.path={dataset.path}"
+        log.warning("evaluation.validation: %s, so they measure a loss on training images", overlap)
     validation.info = dataset.info
     return validation
 

@@ -24,7 +24,7 @@ from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
-from latents.shards import Kind, NumClasses, Resolution, ShardInfo, draw_latents, pack_images
+from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class EncodeConfig:
     # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes, and
     # tars of several parts of a data set.
     labels: Literal["auto", "none", "first_level"] = "auto"
-    part: Literal["all", "train", "validation"] = "all"  # `validation` selects every 20th image, `train` selects the others
+    # `validation` selects about one of 20 images and `train` selects the others. Equal images belong to the same part.
+    part: Part = "all"
+    duplicates: Duplicates = "keep"  # whether to leave out images that equal an earlier one (`skip`)
     resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
     pad: NonNegativeInt = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
     background: Colour = "white"  # background colour for transparent images, either a name or #rrggbb
@@ -70,9 +72,8 @@ class EncodeConfig:
 MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
 MAY_CHANGE_ON_RESUME |= {"scale_factor"}
 REPAIR = "repair or remove {}, or set on_error=skip"
-# After shards are made, a removed image would move all later ones to other places in the shards, and to other parts.
+# After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
-REPAIR_IN_PART = REPAIR_IN_SHARDS.removesuffix(")") + ", and part=train and part=validation need to be encoded again)"
 NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
 
 
@@ -82,8 +83,9 @@ class _Batch(NamedTuple):
     images: Tensor  # the readable images, uint8 [b, H, W, 3]
     kept: list[int]  # indices of the readable images
     left_out: list[dict]  # {"name", "problem"} for each unreadable image
+    hashes: list[int]  # hashes of the readable images
     jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
-    notes: Counter[str]  # number of images for each note of `read_rgb`
+    notes: Counter[str]  # number of images for each note of `ReadImage`
 
 
 def image_reader(cfg: EncodeConfig) -> ImageReader:
@@ -134,20 +136,19 @@ def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) 
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:
-    pixels, kept, left_out, read, notes = [], [], [], image_reader(cfg), Counter()
+    images, kept, left_out, read = [], [], [], image_reader(cfg)
     for number in numbers:
         name = source.names[number]
         try:
             with as_user_error(name):
-                image, image_notes = read(source, number)
-            pixels.append(image)
+                images.append(read(source, number))
             kept.append(number)
-            notes.update(image_notes)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
-    jpegs = [to_jpeg(image) for image in pixels] if cfg.keep_images == "jpeg" else []
-    images = torch.from_numpy(np.array(pixels, np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3))
-    return _Batch(images.pin_memory() if pin_memory else images, kept, left_out, jpegs, notes)
+    jpegs = [to_jpeg(image.pixels) for image in images] if cfg.keep_images == "jpeg" else []
+    pixels = torch.from_numpy(np.array([i.pixels for i in images], np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3))
+    hashes, notes = [image.image_hash for image in images], Counter(note for image in images for note in image.notes)
+    return _Batch(pixels.pin_memory() if pin_memory else pixels, kept, left_out, hashes, jpegs, notes)
 
 
 def encode_images(
@@ -174,11 +175,11 @@ def encode_images(
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
-            kept, left_out, jpegs, notes, encoded = [], [], [], Counter(), [_no_latents(vae, cfg)]
+            kept, left_out, hashes, jpegs, notes, encoded = [], [], [], [], Counter(), [_no_latents(vae, cfg)]
             for _ in range(shard.start, shard.stop, batch_size):
                 batch = next(batches)
-                kept, left_out, jpegs = kept + batch.kept, left_out + batch.left_out, jpegs + batch.jpegs
-                notes += batch.notes
+                kept, left_out, hashes = kept + batch.kept, left_out + batch.left_out, hashes + batch.hashes
+                jpegs, notes = jpegs + batch.jpegs, notes + batch.notes
                 is_written = not left_out or cfg.on_error == "skip"
                 if batch.kept and is_written:
                     latents = _encode(batch, vae, cfg, accelerator.device)
@@ -189,6 +190,7 @@ def encode_images(
                 unreadable += left_out
                 continue
             tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
+            tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
             tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
             written.result()  # wait for the previous shard, so that at most one shard is queued
             written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out, notes)

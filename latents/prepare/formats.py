@@ -79,11 +79,12 @@ class MaskDiTLMDB(LatentSource):
     """
 
     kind, scale = "moments", 1.0
-    patterns = ("*.mdb",)
+    patterns = ("[!.]*.mdb",)
 
     def _open(self) -> None:
         import lmdb  # only this format requires lmdb
 
+        regular_file(self.path / "data.mdb" if self.path.is_dir() else self.path)
         # Disable the lock, so that LMDB writes nothing and can open read-only folders.
         options = {"subdir": self.path.is_dir(), "readonly": True, "lock": False, "readahead": False, "create": False}
         self.transaction = lmdb.open(str(self.path), **options).begin()

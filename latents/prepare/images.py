@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
-from common.errors import UserError
-from common.files import hash_bytes
-from common.images import SUFFIXES, Listing, adm_center_crop, class_caption, is_broken_link, is_hidden, list_images, read_rgb
-from latents.shards import MAX_CLASSES, evenly_spaced_items
-from latents.tars import SPLITS, TAR_NAME, check_parts, index_tars, split_names
+from common.errors import UserError, as_user_error
+from common.files import regular_file
+from common.images import (
+    SUFFIXES,
+    Listing,
+    adm_center_crop,
+    class_caption,
+    hash_pixels,
+    is_broken_link,
+    is_hidden,
+    list_images,
+    read_rgb,
+)
+from common.progress import progress_bar
+from latents.order import map_ahead
+from latents.shards import MAX_CLASSES, Duplicates, Part, evenly_spaced_items
+from latents.tars import TAR_NAME, check_parts, index_tars, split_names
 
 log = logging.getLogger(__name__)
 
-VALIDATION_STRIDE = 20  # part=validation selects every 20th image for evaluation.validation
+VALIDATION_STRIDE = 20  # part=validation selects about one of 20 images for evaluation.validation
 
 
 def to_jpeg(pixels: np.ndarray) -> bytes:
@@ -34,6 +48,12 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
     return file.getvalue()
+
+
+class ReadImage(NamedTuple):
+    pixels: np.ndarray  # cropped, uint8 [R, R, 3]
+    image_hash: int  # of the whole image, so that it does not depend on the resolution
+    notes: list[str]  # of `read_rgb`, and `enlarged` if the image has fewer pixels than `resolution`
 
 
 @dataclass(frozen=True)
@@ -46,11 +66,29 @@ class ImageReader:
     grey: bool = False
     value_range: Sequence[float] | None = None
 
-    def __call__(self, images: LabelledImages, number: int) -> tuple[np.ndarray, list[str]]:
-        """Read an image and crop it to uint8 [R, R, 3]. Also return the notes of `read_rgb`."""
-        image, notes = read_rgb(images.open(number), self.background, value_range=self.value_range)
-        image = ImageOps.expand(image, self.pad)
-        return adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution), notes
+    def __call__(self, images: LabelledImages, number: int) -> ReadImage:
+        image, notes = self._decode(images, number)
+        image_hash, image = hash_pixels(image), ImageOps.expand(image, self.pad)
+        notes += ["enlarged"] if min(image.size) < self.resolution else []
+        pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
+        return ReadImage(pixels, image_hash, notes)
+
+    def hash(self, images: LabelledImages, number: int) -> int | None:
+        """Return the hash of an image, or None if it cannot be read."""
+        try:
+            with as_user_error(images.names[number]):
+                return hash_pixels(self._decode(images, number)[0])
+        except UserError:
+            return None
+
+    def _decode(self, images: LabelledImages, number: int) -> tuple[Image.Image, list[str]]:
+        return read_rgb(images.open(number), self.background, value_range=self.value_range)
+
+
+def hash_images(images: LabelledImages, read: ImageReader, numbers: Sequence[int], num_threads: int) -> list[int | None]:
+    """Read some of the images and return their hashes, or None for those that cannot be read."""
+    hashes = map_ahead(functools.partial(read.hash, images), numbers, num_threads)
+    return list(progress_bar(hashes, total=len(numbers), unit="images", desc="comparing images"))
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
@@ -73,7 +111,9 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     Raises UserError if the file has a different structure or no entries, or if it lists an image twice.
     """
     try:
-        entries = _DatasetJson.model_validate_json((folder / "dataset.json").read_bytes(), strict=True).labels
+        file = folder / "dataset.json"
+        content = (regular_file(file) if isinstance(file, Path) else file).read_bytes()
+        entries = _DatasetJson.model_validate_json(content, strict=True).labels
     except ValidationError as e:
         raise UserError(f'{folder}/dataset.json is not {{"labels": [[name, whole number], ...]}}: {e.errors()[0]["msg"]}') from e
     if entries is None:
@@ -93,7 +133,6 @@ class LabelledImages:
         class_names: Class names, or None if the class names are unknown.
         unread: Image files in the folder whose format `encode` does not support.
         faults: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
-        listing: Hash of all names from which the images of a part were selected, or None if all images are used.
     """
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
@@ -101,7 +140,6 @@ class LabelledImages:
         self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
         self.unread: list[str] = []
         self.faults: dict[str, str] = {}
-        self.listing: str | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -109,6 +147,27 @@ class LabelledImages:
     def keep(self, numbers: Sequence[int]) -> None:
         """Keep only the images with the given numbers."""
         self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
+
+    def choose(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> None:
+        """Keep the images of a part, and with duplicates=skip only the first of equal images.
+
+        The hash of an image decides on its part. So equal images belong to one part, and no image moves to the other part if
+        images are added or removed. Images without a hash cannot be read. They are kept, so that `encode` reports them.
+        """
+        kept, seen = [], set()
+        for number, image_hash in enumerate(hashes):
+            if image_hash is not None:
+                is_validation, is_copy = image_hash % VALIDATION_STRIDE == 0, image_hash in seen
+                if part == ("train" if is_validation else "validation") or (is_copy and duplicates == "skip"):
+                    continue
+                seen.add(image_hash)
+            kept.append(number)
+        if not kept:
+            raise UserError(
+                f"images={self.path}: part={part} holds none of {len(self)} images (1 of {VALIDATION_STRIDE} is validation)"
+            )
+        log.info("%s: %d of %d images are used (part=%s, duplicates=%s)", self.path, len(kept), len(self), part, duplicates)
+        self.keep(kept)
 
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image, both of which `read_rgb` accepts."""
@@ -158,19 +217,18 @@ class TarImages(LabelledImages):
         return io.BytesIO(self.items[index].read())
 
 
-def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "all") -> LabelledImages:
+def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImages:
     """Find images and their labels, and log what is left out.
 
     Args:
         path: Folder of images, folder of WebDataset tars, or a single tar.
         labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
-            `first_level` is like `auto`, but accepts class folders whose subfolders look like classes, and tars of several parts
-            of a data set.
-        part: `validation` selects one of every VALIDATION_STRIDE images, `train` selects the others, and `all` selects all.
+            `first_level` is like `auto`, but the classes are the first-level folders, with all that is below them, and the tars
+            may belong to several parts of a data set.
 
     Raises:
-        UserError: If there are no images, if dataset.json lists a missing image, if an image is outside the class folders, or if
-            the class folders or the tars look like the parts of a data set.
+        UserError: If there are no images, if dataset.json lists a missing image, or if the folders that hold images are no
+            classes, or the tars belong to several parts of a data set.
     """
     path = Path(path)
     if not path.exists():
@@ -187,7 +245,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
         images = TarImages(path, labels != "none")
     elif labels == "none":
         images = LabelledImages(path, names, [0] * len(names))
-    elif (path / "dataset.json").is_file():
+    elif os.path.lexists(path / "dataset.json"):
         images = _label_by_json(path, names)
     else:
         images = _label_by_folder(path, names, labels, faults)
@@ -200,11 +258,6 @@ def open_labelled_images(path: str | Path, labels: str = "auto", part: str = "al
     if names and others:
         log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
     images.unread, images.faults = unread, faults
-    if part != "all":
-        images.listing = hash_bytes("\0".join(images.names).encode(errors="surrogateescape"))
-        images.keep([i for i in range(len(images)) if (i % VALIDATION_STRIDE == VALIDATION_STRIDE - 1) == (part == "validation")])
-        if not len(images):
-            raise UserError(f"images={path}: part=validation takes every {VALIDATION_STRIDE}th image, but there are fewer")
     return images
 
 
@@ -224,51 +277,52 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
 
 
 MAX_PARTS = 6  # a data set with more first-level folders has classes there, such as "bullet train" and "test tube"
-_BUCKET = re.compile(r"\d+|[0-9a-f]{1,2}")  # names of subfolders that only keep folders small, such as 00017 or a3
+_EDM_NAME = re.compile(r"\d{5}/img\d{8}\.\w+")  # name of an image that EDM's dataset_tool.py wrote
 
 
 def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str, str]) -> LabelledImages:
-    """Label each image by its first-level folder below `path`. As in torchvision, number classes by sorted folder name."""
-    loose = [name for name in names if "/" not in name]
-    class_of = [name.partition("/")[0] for name in names]
-    classes = sorted(set(class_of))
-    found = [f for f in path.iterdir() if not is_hidden(f.name)]
-    empty = sorted({f.name for f in found if f.is_dir() or (is_broken_link(f) and f.name not in names)} - set(classes))
-    if loose or len(classes) == 1:
-        example = loose[0] if loose else f"images in {classes[0]}/ alone" + (f", and none in {empty[0]}/" if empty else "")
-        inner = f"give images={path / classes[0]}, or " if len(_subfolders(names)) > 1 and not loose else ""
-        message = f"images={path} must hold a folder per class, but holds {example}"
-        raise UserError(f"{message}; {inner}set labels=none for a single class")
+    """Label each image by the folder that holds it, or by its first-level folder if labels=first_level.
+
+    As in torchvision, number the classes by their sorted names.
+    """
+    folders = [os.path.dirname(name) for name in names]
+    if labels == "first_level":
+        folders = [folder.partition("/")[0] for folder in folders]
+    if "" in folders or len(set(folders)) == 1:
+        example = names[folders.index("")] if "" in folders else f"images in {folders[0]}/ alone"
+        raise UserError(f"images={path} must hold a folder per class, but holds {example}; set labels=none for a single class")
     if labels != "first_level":
-        _check_levels(path, names, classes)
-    for name in empty:
-        problem = faults.get(name, f"{name}/ holds no images")
-        faults[name] = f"{problem}, and without it later classes get other labels"
+        _check_folders(path, names, sorted(set(folders)))
+    class_of = [os.path.basename(folder) for folder in folders]
+    classes = sorted(set(class_of))
+    for folder in path.glob("/".join(["*"] * len(folders[0].split("/")))):
+        name = folder.relative_to(path).as_posix()
+        is_folder = folder.is_dir() or (is_broken_link(folder) and name not in names)
+        if is_folder and folder.name not in classes and not is_hidden(folder.name):
+            problem = faults.get(name, f"{name}/ holds no images")
+            faults[name] = f"{problem}, and without it later classes get other labels"
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
 
 
-def _check_levels(path: Path, names: list[str], classes: list[str]) -> None:
-    """Raise UserError if the first-level folders are the parts of a data set, or only hold folders that look like classes."""
-    parts = [name.split("/") for name in names]
-    deeper = [part for part in parts if len(part) > 2]
-    is_nested = len(deeper) == len(parts) and len(_subfolders(names)) > 1
-    first = next((name for name in classes if "train" in split_names(name)), classes[0])
-    otherwise = f"or set labels=first_level to make {classes[0]}, {classes[1]}, ... the classes"
-    found = {part for name in classes for part in split_names(name)}
-    if SPLITS.keys() >= {name.lower() for name in classes} or (len(found) > 1 and len(classes) <= MAX_PARTS):
-        give = f"images={path / first}" + ("" if deeper else " labels=none")
-        raise UserError(f"images={path} holds {', '.join(classes)}, which are parts of a data set; give {give}, {otherwise}")
-    if is_nested:
-        examples = ", ".join(f"{part[0]}/{part[1]}" for part in (deeper[0], deeper[-1]))
-        message = f"images={path}: its folders hold no images themselves, but folders that look like classes ({examples}, ...)"
-        raise UserError(f"{message}; give the folder that holds the classes, such as images={path / first}, {otherwise}")
-    if deeper:
-        log.info("%s: the first level of folders are the classes; %d images are in folders below", path, len(deeper))
-
-
-def _subfolders(names: list[str]) -> set[str]:
-    """Return the names of second-level folders that hold images and look like classes."""
-    return {parts[1] for name in names if len(parts := name.split("/")) > 2 and not _BUCKET.fullmatch(parts[1])}
+def _check_folders(path: Path, names: list[str], folders: list[str]) -> None:
+    """Raise UserError if `folders`, which hold the images, are parts of a data set, at several depths, or of equal names."""
+    first_level = sorted({folder.partition("/")[0] for folder in folders})
+    by_depth = sorted(names, key=lambda name: name.count("/"))
+    first = {os.path.basename(folder): folder for folder in reversed(folders)}
+    give = path / next((name for name in first_level if "train" in split_names(name)), first_level[0])
+    same = [folder for folder in folders if first[os.path.basename(folder)] != folder]
+    remedy = f"set labels=first_level to make {', '.join(first_level[:3])}{', ...' * (len(first_level) > 3)} the classes"
+    if len({part for name in first_level for part in split_names(name)}) > 1 and len(first_level) <= MAX_PARTS:
+        held = f"{', '.join(first_level)}, which are parts of a data set; give images={give}"
+    elif by_depth[0].count("/") < by_depth[-1].count("/"):
+        held = f"images at several depths ({by_depth[0]}, {by_depth[-1]}); put all images into folders of one depth"
+    elif same:
+        held = f"folders of equal names ({first[os.path.basename(same[0])]}, {same[0]}); give one of the folders above them"
+    elif all(map(_EDM_NAME.fullmatch, names)):
+        held = f"EDM's folders ({folders[0]}, ...) without their dataset.json; add it, set labels=none for a single class"
+    else:
+        return
+    raise UserError(f"images={path} holds {held}, or {remedy}")
 
 
 def describe_classes(images: LabelledImages) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -17,13 +16,14 @@ from common.progress import progress_bar
 from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder, from_uint8, to_uint8
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.order import map_ahead
-from latents.prepare.images import ImageReader, open_labelled_images
+from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
 from latents.shards import (
     MANIFEST,
     UNFINISHED,
     LatentDataset,
     evenly_spaced_items,
+    hash_latents,
     is_intact,
     mean_and_log_variance,
     read_manifest,
@@ -48,19 +48,23 @@ class SourceImages:
         """Find the images. Raises UserError if their number differs from the number of latents."""
         settings = dataset.settings
         labels = "none" if dataset.info.num_classes == 1 else "first_level"
-        self._source = open_labelled_images(folder, labels, settings.get("part", "all"))
+        self._source = open_labelled_images(folder, labels)
         left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
         self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
+        keys = ("background", "pad", "grey", "value_range")
+        self._read = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
+        part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
+        if part != "all" or duplicates == "skip":
+            numbers = range(len(self._source))
+            self._source.choose(hash_images(self._source, self._read, numbers, torch.get_num_threads()), part, duplicates)
         self.names = self._source.names
         if len(self.names) != len(dataset):
             raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
-        keys = ("background", "pad", "grey", "value_range")
-        self._crop = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
 
-    def read(self, item: int) -> np.ndarray:
-        """Read and crop an item's image, uint8 [R, R, 3]."""
+    def read(self, item: int) -> ReadImage:
+        """Read and crop an item's image."""
         with as_user_error(self.names[item]):
-            return self._crop(self._source, item)[0]
+            return self._read(self._source, item)
 
 
 def find_problems(
@@ -140,20 +144,22 @@ def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str
 
     `names` are the paths of the items' images, if they are known.
     """
-    info, sums, not_finite, projections, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
+    info, sums, not_finite, hashes, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
         means = mean_and_log_variance(latents.float(), info.kind)[0]
-        projections.append(_project(means))
+        hashes.append(hash_latents(means, "sample").numpy())
         constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
     if not_finite:
         yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
-    yield from _check_repeats(dataset, torch.cat(projections), constant, "latents", names)
+    has_images = dataset.image_hashes is not None
+    hashes = dataset.image_hashes if has_images else np.concatenate(hashes)
+    yield from _check_repeats(dataset, hashes, constant, "images" if has_images else "latents", names)
     stored_mean, stored_std = mean_and_std(sums)
     mean, std = to_network_scale(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
@@ -172,47 +178,29 @@ def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str
         yield f"{spread}, cannot be right: {reasons}"
 
 
-@functools.lru_cache(maxsize=2)
-def _directions(num_values: int) -> Tensor:
-    return torch.randn(num_values, 8, generator=torch.Generator().manual_seed(0)) / num_values**0.5
-
-
-def _project(images: Tensor) -> Tensor:
-    """Project images or latents [b, ...] on random directions, float32 [b, 8], in which nearly equal items are neighbours."""
-    flat = images.flatten(1).float().nan_to_num(0, 0, 0)
-    return flat @ _directions(flat.shape[1])
-
-
 def _are_constant(images: Tensor) -> Tensor:
     """Return for each image [b, C, H, W] in -1 to 1 whether every channel has a single grey level, bool [b]."""
     return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-def _find_copies(projections: Tensor, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1.
-
-    Two items are equal if their projections fall into the same cell of a grid, whose cells are 1% of the standard deviation.
-    Copies of an image can differ by rounding, or by the noise of kind=sample. Three shifted grids therefore find the copies that
-    a cell's border separates in one grid.
-    """
-    scaled = projections.double().numpy() / (0.01 * projections.std(dim=0, correction=0).mean().item() or 1.0)
+def _find_copies(hashes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1."""
     repeat_of, shared_with = np.full((2, len(labels)), -1)
-    for shift in (0, 1 / 3, 2 / 3):
-        cells = np.unique(np.floor(scaled + shift), axis=0, return_inverse=True)[1].reshape(-1)
-        # The first item of each pair (cell, class), sorted by cell and then by class.
-        _, first, pair = np.unique(cells * (labels.max() + 1) + labels, return_index=True, return_inverse=True)
-        is_repeat = first[pair] != np.arange(len(labels))
-        repeat_of[is_repeat] = first[pair][is_repeat]
-        start = np.unique(cells[first], return_index=True)[1]
-        # First items of the lowest and the highest class in each item's cell.
-        lowest, highest = first[start][cells], first[np.append(start[1:], len(first)) - 1][cells]
-        is_shared = labels[lowest] != labels[highest]
-        shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
+    groups = np.unique(hashes, return_inverse=True)[1]
+    # The first item of each pair (group of equal items, class), sorted by group and then by class.
+    _, first, pair = np.unique(groups * (labels.max() + 1) + labels, return_index=True, return_inverse=True)
+    is_repeat = first[pair] != np.arange(len(labels))
+    repeat_of[is_repeat] = first[pair][is_repeat]
+    start = np.unique(groups[first], return_index=True)[1]
+    # First items of the lowest and the highest class in each item's group.
+    lowest, highest = first[start][groups], first[np.append(start[1:], len(first)) - 1][groups]
+    is_shared = labels[lowest] != labels[highest]
+    shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
     return repeat_of, shared_with
 
 
 def _check_repeats(
-    dataset: LatentDataset, projections: Tensor, constant: list[bool], what: str, names: Sequence[str] | None
+    dataset: LatentDataset, hashes: np.ndarray, constant: list[bool], what: str, names: Sequence[str] | None
 ) -> Iterator[str]:
     """Count constant and repeated items in each class. Counts of at most FEW of a class are logged and are no problem."""
 
@@ -220,7 +208,7 @@ def _check_repeats(
         return f"{item} {names[item]}" if names else f"{item}"
 
     labels, counts = dataset.labels, np.bincount(dataset.labels)
-    repeat_of, shared_with = _find_copies(projections, labels)
+    repeat_of, shared_with = _find_copies(hashes, labels)
     kinds = {
         "are constant": np.where(constant, np.arange(len(labels)), -1),
         f"repeat {what} of the class": repeat_of,
@@ -250,13 +238,14 @@ def _check_repeats(
 def _check_originals(
     dataset: LatentDataset, originals: SourceImages, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
-    """Compare every latent with its image: pixels exactly, and decoded latents in the means of at most 16x16 cells."""
-    info, different, projections, constant = dataset.info, [], [], []
+    """Compare every latent with its image: by the stored hash, pixels exactly, decoded latents in the means of 16x16 cells."""
+    info, different, constant = dataset.info, [], []
     size = max(1, MAX_DECODED_PIXELS // info.resolution**2)
     images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
     for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
         items = np.arange(start, min(start + size, len(dataset)))
-        pixels = torch.from_numpy(np.stack([next(images) for _ in items]))
+        read = [next(images) for _ in items]
+        pixels = torch.from_numpy(np.stack([image.pixels for image in read]))
         stored = dataset.fetch(items, np.zeros(len(items), dtype=bool))[0].float().nan_to_num(0, 0, 0)
         latents = mean_and_log_variance(stored, info.kind)[0]
         if info.autoencoder == "identity":
@@ -266,15 +255,30 @@ def _check_originals(
             error = decoder.decode(latents.to(device)).cpu().clamp(-1, 1) - expected
             cells = adaptive_avg_pool2d(error, min(16, info.resolution))
             is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
-            projections.append(_project(expected))
             constant += _are_constant(expected).tolist()
+        if dataset.image_hashes is not None:
+            is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
-    if projections:  # pixels are compared as latents
-        yield from _check_repeats(dataset, torch.cat(projections), constant, "images", originals.names)
+    if constant:  # those of pixels are found without the images
+        nothing_equal = np.arange(len(dataset))
+        yield from _check_repeats(dataset, nothing_equal, constant, "images", originals.names)
     log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
     if different:
         names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
         yield f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}"
+
+
+def find_shared(dataset: LatentDataset, other: LatentDataset) -> list[str]:
+    """Return a problem if images of `dataset` are also in `other`. Raises UserError if one of both has no hashes of images."""
+    if missing := [str(found.path) for found in (dataset, other) if found.image_hashes is None]:
+        raise UserError(
+            f"other={other.path}: {' and '.join(missing)} holds no hashes of images; make it again with encode or convert"
+        )
+    if not (shared := dataset.shared_with(other)).any():
+        return []
+    item = int(np.flatnonzero(shared)[0])
+    copy = int(np.flatnonzero(other.image_hashes == dataset.image_hashes[item])[0])
+    return [f"{shared.sum()} of {len(dataset)} images are also in {other.path} (item {item} is its item {copy})"]
 
 
 def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:

@@ -30,6 +30,7 @@ from latents.shards import (
     UNFINISHED,
     LatentDataset,
     ShardInfo,
+    hash_latents,
     is_intact,
     read_header,
     read_manifest,
@@ -149,11 +150,14 @@ class ShardWriter:
 
         Args:
             labels: Class labels [b] in int64.
-            tensors: `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], and optional images from `pack_images`.
+            tensors: `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], optional images from `pack_images`, and
+                optional `image_hashes`, int64 [b]. By default, the latents are hashed instead.
             left_out: {"name", "problem"} for each unreadable item.
             notes: Number of items for each note of `common.images.read_rgb`.
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+        if "image_hashes" not in stored:
+            stored["image_hashes"] = hash_latents(stored["latents"], info.kind)
         provenance = {
             "settings": self.settings,
             "source": shard.source_hash,
@@ -199,6 +203,8 @@ class ShardWriter:
         if sigma_data is not None:
             self._change_headers(scale_factor=round(sigma_data / overall, 4))
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
+        if (hashes := dataset.image_hashes) is not None and len(np.unique(hashes)) < len(hashes):
+            notes["copies"] = len(hashes) - len(np.unique(hashes))
         manifest = {
             "format": FORMAT,
             "num_items": len(dataset),
@@ -240,8 +246,12 @@ def count_left_out(left_out: Sequence[dict]) -> str:
 
 
 def log_notes(manifest: dict) -> None:
-    """Log how many images are transparent, have further frames, or lost their contents to value_range."""
+    """Log how many images `encode` changed (background, first frame, enlarged, grey levels), and how many are copies."""
     notes = manifest.get("notes", {})
+    if count := notes.get("copies"):
+        log.info("%d images are copies of earlier ones; duplicates=skip of encode leaves them out", count)
+    if count := notes.get("enlarged"):
+        log.info("%d images have fewer pixels than resolution=%d and were enlarged", count, manifest["resolution"])
     if count := notes.get("transparent"):
         log.info("%d images are transparent; their background is %s (background=)", count, manifest["settings"].get("background"))
     if count := notes.get("multi_frame"):
