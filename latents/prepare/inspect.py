@@ -256,7 +256,7 @@ def _check_originals(
             cells = adaptive_avg_pool2d(error, min(16, info.resolution))
             is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
             constant += _are_constant(expected).tolist()
-        if dataset.image_hashes is not None:
+        if dataset.image_hashes is not None and dataset.settings.get("command") == "encode":  # `convert` hashes latents
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
     if constant:  # those of pixels are found without the images
