@@ -201,7 +201,8 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
         raise UserError(f"background={background}, but images={images} was made with background={source.background}")
     pixels = (image for batch in read_ahead(source.batches(64)) for image in batch)
     with ended_by_ctrl_c():
-        write_npz(Path(output), pixels, source.shape, source.labels, source.background or background, source.statistics)
+        stored = source.labels, source.background or background, source.statistics, source.class_names
+        write_npz(Path(output), pixels, source.shape, *stored)
     log.info("wrote %s", output)
 
 

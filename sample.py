@@ -39,7 +39,7 @@ from common.files import (
 from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from configs import command_line
-from configs.schema import Data, ImageSettings, SampleConfig, differences
+from configs.schema import ImageSettings, SampleConfig, differences
 from configs.settings import nearest, read_stored
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 def main(cfg: SampleConfig) -> None:
     """Find the checkpoint, sample the missing images and write the grid."""
     from checkpoints import store
-    from checkpoints.load import load_config
+    from checkpoints.load import load_class_names, load_config
     from checkpoints.resume import resolve_checkpoint_on_main
     from runtime.compilation import log_compile_mode
     from runtime.machine import start_accelerator, use_machine
@@ -70,7 +70,7 @@ def main(cfg: SampleConfig) -> None:
     use_machine(cfg.machine, accelerator.device)
     log_compile_mode(cfg.machine.compile, accelerator.device)
     recipe = Recipe.for_checkpoint(checkpoint, run, cfg)
-    names = on_main(lambda: find_class_names(run.data, checkpoint))
+    names = on_main(lambda: load_class_names(checkpoint))
     cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
@@ -92,22 +92,6 @@ def main(cfg: SampleConfig) -> None:
         wait_for_all()
         if accelerator.is_main_process:
             write_grid_and_npz(output, cfg.npz, files, labels, names)
-
-
-def find_class_names(data: Data, checkpoint: Path) -> list[str] | None:
-    """Return the class names that the run's latents store, or None if they have no names.
-
-    Also return None if the latents are not on this machine, or if data.path holds other latents by now.
-    """
-    from checkpoints.store import read_data_hash
-    from latents.shards import fingerprint_of, read_manifest_at
-
-    with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
-        manifest, trained_on = read_manifest_at(data.path), read_data_hash(checkpoint)
-        if manifest and trained_on not in (None, fingerprint_of(manifest["shards"])):
-            log.warning("data.path=%s holds other latents than this run's, so its class names are not used", data.path)
-            return None
-        return manifest.get("class_names")
 
 
 def class_numbers(classes: list[int | str] | None, names: list[str] | None, path: str | None) -> list[int] | None:
@@ -261,7 +245,8 @@ def write_grid_and_npz(
     log.info("grid     %s", output / f"grid_{spec}.png")
     if npz:
         npz_file = output / f"samples_{spec}.npz"
-        write_npz(npz_file, map(read, files), (len(files), *read(grid_seeds[0]).shape), np.array(list(labels.values())))
+        shape = len(files), *read(grid_seeds[0]).shape
+        write_npz(npz_file, map(read, files), shape, np.array(list(labels.values())), class_names=names)
         log.info("npz      %s", npz_file)
 
 

@@ -211,6 +211,11 @@ def read_data_hash(folder: Path) -> str | None:
     return _read_state(folder).get("data")
 
 
+def read_class_names(folder: Path) -> list[str] | None:
+    """Return the class names that a checkpoint stores, or None if they are unknown."""
+    return _read_state(folder).get("class_names")
+
+
 def imported_from(folder: Path) -> str | None:
     """Return the source of imported weights, which have no optimizer, or None for a checkpoint from a training run."""
     return _read_state(folder).get("imported_from")

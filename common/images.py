@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -205,6 +206,12 @@ def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_
         draw.text((x + 1, y), text, fill="black")
         grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption_height))
     return grid
+
+
+def differing_class(names: Sequence[str] | None, others: Sequence[str] | None) -> str | None:
+    """Return the first difference of two lists of class names, or None if they are equal or one list is unknown (None)."""
+    pairs = () if names is None or others is None else enumerate(zip_longest(names, others))
+    return next((f"class {number} is {name!r} and {other!r}" for number, (name, other) in pairs if name != other), None)
 
 
 def class_caption(label: int, class_names: Sequence[str] | None) -> str:

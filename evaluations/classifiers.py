@@ -89,6 +89,7 @@ class ClassifierDetector:
         self._net.load_state_dict(load_file(weights))
         self._net.to(self.device).eval().requires_grad_(False)
         self.weights_hash = hash_file(weights)
+        self.class_names: list[str] | None = metadata.get("class_names")
 
     @torch.no_grad()
     def features(self, images: np.ndarray | Tensor) -> Features:
@@ -153,6 +154,7 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         logits = torch.cat([net(pixels[batch].to(device))[1].cpu() for batch in held_out.split(1000)])
     accuracy = class_agreement(logits, labels[held_out])
     metadata |= {"num_epochs": num_epochs, "held_out_accuracy": round(accuracy, 4)}
+    metadata |= {} if images.class_names is None else {"class_names": images.class_names}
     # safetensors writes metadata keys in arbitrary order. A single key ensures that equal weights produce identical files.
     write_atomically(output, save(net.cpu().state_dict(), metadata={"about": json.dumps(metadata)}))
     return accuracy

@@ -1,9 +1,9 @@
 """Read uint8 RGB images in a fixed order from a folder or from an .npz file in ADM's format.
 
 ADM's .npz files contain uint8 images [N, H, W, 3] in `arr_0`, labels in `arr_1`, and statistics of Inception's pooled features in
-`mu` [2048] and `sigma` and of its spatial features in `mu_s` [2023] and `sigma_s`. `write_npz` stores the labels in `labels`, and
-the colour behind transparent images in `background`. The optional arrays `mu_dinov2` [1024] and `sigma_dinov2` contain statistics
-of DINOv2's class token.
+`mu` [2048] and `sigma` and of its spatial features in `mu_s` [2023] and `sigma_s`. `write_npz` stores the labels in `labels`, the
+names of the classes in `class_names`, and the colour behind transparent images in `background`. The optional arrays `mu_dinov2`
+[1024] and `sigma_dinov2` contain statistics of DINOv2's class token.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ STATISTICS_KEYS = {
     ("dinov2", "pool"): ("mu_dinov2", "sigma_dinov2", 1024),
 }
 
+DESCRIPTIONS = ("background.npy", "class_names.npy")  # arrays of an .npz that no feature depends on
 
 SAMPLE_NAME = re.compile(r"(seed_\d+)_class_(\d+)")  # of an image that sample.py wrote
 
@@ -55,6 +56,7 @@ class ImageSet(Protocol):
     path: Path
     shape: tuple[int, ...]  # (N, H, W, 3), where N is 0 if only statistics are stored
     labels: np.ndarray | None  # class of each image [N], int64, or None if the classes are unknown
+    class_names: list[str] | None  # names of the classes, or None if they are unknown
     statistics: dict[str, dict[str, Statistics]]  # stored statistics, as {detector: {layer: Statistics}}
     background: str | None  # colour behind transparent images, or None if it is unknown
 
@@ -94,7 +96,7 @@ class ImageFolder:
         UserError: The folder contains no images, or an image cannot be used. The message names the folder or the image.
     """
 
-    labels, statistics = None, {}
+    labels, class_names, statistics = None, None, {}
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
         self.path, self.crop, self.background = Path(path), crop, background
@@ -211,7 +213,7 @@ class NpzImages:
 
     def __init__(self, path: str | Path):
         self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
-        self.background = None
+        self.class_names, self.background = None, None
         with as_user_error(self.path), np.load(self.path, allow_pickle=False) as file:
             for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
@@ -233,6 +235,8 @@ class NpzImages:
                 self.labels = file[key].astype(np.int64, casting="same_kind")
                 if self.labels.shape != self.shape[:1]:
                     raise ValueError(f"{key} is {list(self.labels.shape)}; need [{len(self)}]")
+            if "class_names" in file:
+                self.class_names = file["class_names"].tolist()
             if "background" in file:
                 self.background = str(file["background"])
                 ImageColor.getrgb(self.background)  # raises ValueError for an unknown colour
@@ -256,13 +260,13 @@ class NpzImages:
                 yield images
 
     def quick_fingerprint(self) -> str:
-        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except `background`.
+        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except DESCRIPTIONS.
 
         A copy to which `prepare_latents.py reference` adds the colour, such as that of ADM's file, is the same reference.
         """
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-            return hash_bytes(repr([entry for entry in entries if entry[0] != "background.npy"]).encode())
+            return hash_bytes(repr([entry for entry in entries if entry[0] not in DESCRIPTIONS]).encode())
 
     fingerprint = quick_fingerprint  # the checksums already cover the contents of the arrays
 
@@ -288,14 +292,17 @@ def write_npz(
     labels: np.ndarray | None = None,
     background: str | None = None,
     statistics: Mapping[str, Mapping[str, Statistics]] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> None:
     """Write uint8 images [H, W, 3] to an .npz file one at a time, so the images do not have to fit into memory.
 
     `shape` is (N, H, W, 3), and `labels` has N integers. `background` is the colour behind transparent images, or None if it is
-    unknown. `statistics` are those of `ImageSet`. An invalid image or a write error raises UserError and leaves no file.
+    unknown. `statistics` and `class_names` are those of `ImageSet`. An invalid image or a write error raises UserError and leaves
+    no file.
     """
     arrays = {} if labels is None else {"labels": np.asarray(labels, dtype=np.int64)}
     arrays |= {} if background is None else {"background": np.asarray(background)}
+    arrays |= {} if class_names is None else {"class_names": np.asarray(class_names, dtype=np.str_)}
     for detector, layers in (statistics or {}).items():
         for layer, stored in layers.items():
             arrays |= zip(STATISTICS_KEYS[detector, layer][:2], (stored.mu.numpy(), stored.sigma.numpy()))

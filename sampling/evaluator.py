@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError, as_user_error, name_key
 from common.files import hash_file
-from common.images import are_same_colour
+from common.images import are_same_colour, differing_class
 from common.interruption import until_stopped
 from common.progress import log_if_slow, progress_bar
 from configs import schema
@@ -205,6 +205,15 @@ class Evaluator:
         if num_samples == len(images):
             features = [replace(x, statistics=stored_statistics(images, d)) for x, d in zip(features, self.detectors)]
         return features, None if images.labels is None else images.labels[items]
+
+    def labels_to_compare(self, labels: Sequence[int] | None, class_names: Sequence[str] | None) -> Sequence[int] | None:
+        """Return the labels, or None with a warning if a detector was trained on classes with other names than `class_names`."""
+        for detector in self.detectors if labels is not None else ():
+            if differing := differing_class(getattr(detector, "class_names", None), class_names):
+                message = "no class agreement: the %s detector was trained on other classes than those of the images: %s"
+                log.warning(message, detector.name, differing)
+                return None
+        return labels
 
     def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
         """Compute the metrics of sample features against the reference. Only the main process can call this method.

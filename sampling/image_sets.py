@@ -24,6 +24,7 @@ class PixelShards:
             raise UserError(f"{path} holds latents of autoencoder={autoencoder}, not images; give their images, or run {command}")
         self.shape = (len(self._dataset), self._dataset.height, self._dataset.width, 3)
         self.labels: np.ndarray | None = self._dataset.labels
+        self.class_names: list[str] | None = self._dataset.class_names
         self.background: str | None = self._dataset.settings.get("background")
 
     def __len__(self) -> int:

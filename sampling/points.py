@@ -15,7 +15,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_class_names, load_config
 from common.errors import UserError
 from configs.schema import FidConfig, Measuring
 from evaluations.features import Features
@@ -202,7 +202,8 @@ class PointEvaluator:
         if point.recipe is None:
             return score_images(self.evaluator, self.images, point.wanted)
         sampler = point.recipe.load_sampler(self.accelerator.device, point.cfg.machine.compile)
-        return score_samples(self.evaluator, sampler, point.wanted, name=name)
+        class_names = on_main(lambda: load_class_names(point.checkpoint))
+        return score_samples(self.evaluator, sampler, point.wanted, class_names, name=name)
 
 
 def in_random_order(points: Sequence[Point], chosen: Iterable[int]) -> list[int]:

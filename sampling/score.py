@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,21 +32,26 @@ def score_samples(
     evaluator: Evaluator,
     sampler: ImageSampler,
     wanted: Evaluation,
+    class_names: Sequence[str] | None,
     stop: Callable[[], bool] = lambda: False,
     name: str = "evaluation",
-) -> tuple[Evaluation, list[Features], list[int]]:
+) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
     """Sample the images of the `wanted` evaluation, and score them. Every process must call this function.
 
+    Args:
+        class_names: Names of the network's classes, or None if they are unknown.
+
     Returns:
-        The record, the images' features (on the main process), and their labels.
+        The record, the images' features (on the main process), and their labels, or None if the detector has other classes.
     """
     settings, start_sec = wanted.settings, time.perf_counter()
     seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
     labels = draw_labels(seeds, sampler.data.num_classes, settings["labels"])
+    compared = evaluator.labels_to_compare(list(labels.values()), class_names)
     features = evaluator.features_of_samples(sampler, labels, stop, name)
-    metrics = on_main(partial(evaluator.evaluate, features, list(labels.values())))
+    metrics = on_main(partial(evaluator.evaluate, features, compared))
     figures = {"metrics": metrics, "cost": sampler.cost, "evaluation_sec": time.perf_counter() - start_sec}
-    return wanted.model_copy(update=figures), features, list(labels.values())
+    return wanted.model_copy(update=figures), features, compared
 
 
 def score_images(
@@ -55,5 +60,6 @@ def score_images(
     """Score images on disk. See `score_samples`, which returns the same."""
     start_sec = time.perf_counter()
     features, labels = evaluator.features_of_set(images, wanted.settings["num_samples"])
+    labels = evaluator.labels_to_compare(labels, images.class_names)
     metrics = on_main(partial(evaluator.evaluate, features, labels))
     return wanted.model_copy(update={"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec}), features, labels

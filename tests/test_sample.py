@@ -1,5 +1,6 @@
 """sample.py: image i depends only on seed i, and no image is made twice or overwritten."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -230,7 +231,24 @@ def test_class_names_are_in_file_names_and_grids_and_choose_classes(named, sampl
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("seed_*")} == before
 
 
+def test_a_checkpoint_has_its_class_names_without_the_latents(named, sample, tmp_path):
+    folder = shutil.copytree(named / "checkpoints" / "step_0000002", tmp_path / "copy")
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace(str(named.parent / "latents"), str(tmp_path / "nowhere")))
+    renew_manifest(folder)
+    assert [*sample("out", "seeds=0", "classes=color", checkpoint=folder)] == ["seed_000000_class_001_color.png"]
+    with np.load(tmp_path / "out" / "samples_0-0.npz") as file:
+        assert file["class_names"].tolist() == ["black, white", "color", "red"]
+
+
 def test_names_of_other_latents_at_the_same_path_are_not_those_of_the_classes(named, sample, tmp_path, monkeypatch, caplog):
+    named = shutil.copytree(named, named.parent / "older")
+    for folder in (named / "checkpoints").iterdir():  # as earlier versions wrote it
+        state = json.loads((folder / "state.json").read_text())
+        assert state.pop("class_names") == ["black, white", "color", "red"]
+        (folder / "state.json").write_text(json.dumps(state))
+        renew_manifest(folder)
+    assert "seed_000000_class_001_color.png" in sample("before", "seeds=0", "classes=[color]", checkpoint=named)
     images = shutil.copytree(named.parent / "images", tmp_path / "images")
     shutil.copytree(images / "red", images / "a new first class")
     latents = named.parent / "latents"

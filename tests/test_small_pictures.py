@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, encode, evaluated, forget_accelerate, run_fid
 from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 import prepare_latents
 from common.errors import UserError
@@ -84,6 +85,48 @@ def test_the_detector_knows_the_classes_and_stores_its_accuracy(prepared):
     assert evaluate(features, detector.features(noise))["fd_fashion"] > 1
     with safe_open(prepared / "fashion.safetensors", framework="pt") as f:
         assert json.loads(f.metadata()["about"])["held_out_accuracy"] > 0.9
+
+
+def test_agreement_needs_a_detector_of_the_same_classes_in_the_same_order(prepared, train, tmp_path, caplog):
+    """The reference and the detector got the names from the latents. Without names, only the number of classes is compared."""
+    names = LatentDataset(prepared / "latents").class_names
+    with safe_open(prepared / "fashion.safetensors", framework="pt") as f:
+        header = json.loads(f.metadata()["about"])
+    reference = open_images(prepared / "fashion.npz")
+    assert names == header["class_names"] == reference.class_names == [f"{i:02d}" for i in range(10)]
+    file, tensors = tmp_path / "fashion.safetensors", load_file(prepared / "fashion.safetensors")
+    pixels = next(reference.batches(40))
+    write_npz(tmp_path / "nameless.npz", pixels, pixels.shape, reference.labels[:40])
+    settings = [f"evaluation.reference={tmp_path / 'nameless.npz'}", "evaluation.detector=small-fashion", "machine.cpu_threads=1"]
+    settings += [f"evaluation.detector_weights={file}", "evaluation.num_samples=20"]
+    run_settings = [f"data.path={prepared / 'latents'}", "data=custom", "model.backbone=DiT-XS/4", "train.num_steps=1"]
+    run_settings += ["evaluation.every=1", "sampler.num_steps=1", "guidance=none", *settings]
+    rotated, shards = [*names[1:], names[0]], f"images={prepared / 'latents'}"
+    for number, (source, trained_on, differing) in enumerate(
+        (
+            (shards, names, None),
+            (shards, None, None),  # the detectors of earlier versions
+            (shards, rotated, "class 0 is '01' and '00'"),
+            (shards, names[:9], "class 9 is None and '09'"),
+            (f"images={prepared / 'fashion.npz'}", rotated, "class 0 is '01' and '00'"),
+            (f"images={tmp_path / 'nameless.npz'}", rotated, None),
+            ("train", rotated, "class 0 is '01' and '00'"),
+            (f"checkpoint={tmp_path / 'run'}", names[:9], "class 9 is None and '09'"),
+            (f"checkpoint={tmp_path / 'run'}", names, None),
+        )
+    ):
+        file.write_bytes(save(tensors, metadata={"about": json.dumps({**header, "class_names": trained_on})}))
+        caplog.clear()
+        if source == "train":
+            (record,) = evaluated(train("run", *run_settings))
+        else:
+            run_fid(source, *settings, f"output={(output := tmp_path / f'output_{number}')}")
+            (record,) = map(json.loads, (output / "results.jsonl").read_text().splitlines())
+        assert "fd_fashion" in record["metrics"]
+        for values in (record["metrics"], *([record["jackknife"]] if source != "train" else [])):
+            assert ("class_agreement_fashion" in values) == (differing is None)
+        lines = [line for line in caplog.messages if line.startswith("no class agreement: the small-fashion detector")]
+        assert [line.rpartition(": ")[2] for line in lines] == ([differing] if differing else [])
 
 
 def test_training_the_detector_of_the_digits_again_gives_the_same_file(tmp_path):

@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
 from latents.order import BatchOrder
-from latents.shards import ShardInfo, write_shard
+from latents.shards import LatentDataset, ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build
 from training.hooks import SampleGrids
@@ -782,6 +782,31 @@ def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
     (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
+
+
+def name_classes(folder, names):
+    """Write a manifest with class names for the shards in a folder."""
+    hashes = LatentDataset(folder, check_folder=False).hashes
+    (folder / "manifest.json").write_text(json.dumps({"shards": hashes, "settings": {}, "class_names": names}))
+
+
+def test_a_run_whose_classes_have_other_names_than_those_of_its_initial_weights_says_so(train, tmp_path, caplog):
+    make_shard((folder := tmp_path / "data") / "a.safetensors", channels=1, size=8, num_classes=3, scale_factor=2 / 3)
+    data = [f"data.path={folder}", "data.num_classes=3", "model.backbone=DiT-XS/4"]
+    name_classes(folder, ["ant", "bee", "cow"])
+    first = train("first", *data, "train.num_steps=1")
+    cases = (
+        (["ant", "bee", "cow"], None),
+        (["ant", "cow", "bee"], "class 1 is 'bee' and 'cow'"),
+        (["ant", "bee"], "class 2 is 'cow' and None"),  # `encode num_classes=3`
+    )
+    for number, (names, said) in enumerate(cases):
+        name_classes(folder, names)
+        caplog.clear()
+        state = ("all", "weights")[number % 2]
+        train(f"tuned_{number}", *data, "train.num_steps=2", f"init_from={first}", f"init_state={state}")
+        lines = [line for line in caplog.messages if "was trained on other classes" in line]
+        assert [line.partition("(")[2].partition(")")[0] for line in lines] == ([said] if said else [])
 
 
 def test_a_run_with_other_classes_than_its_initial_weights_gets_a_new_label_table(whole, train, tmp_path, caplog):

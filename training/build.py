@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from checkpoints.run import RunFolder
 from common.errors import UserError, name_key
-from common.images import are_same_colour
+from common.images import are_same_colour, differing_class
 from common.progress import log_if_slow
 from configs import schema
 from configs.settings import fill
@@ -112,7 +112,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     check_same(validation.fingerprint, "evaluation.validation", validation.path)
     for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
-        if here != there and (key != "class_names" or None not in (here, there)):
+        if here != there and (key != "class_names" or differing_class(here, there)):
             raise UserError(f"evaluation.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
     here, there = (data.settings.get("background") for data in (validation, dataset))
     if here and there and not are_same_colour(here, there):

@@ -153,4 +153,4 @@ class SampleEvaluation(EvaluationHook):
 
     def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
         sampler = next(sampler for recipe, sampler in self.recipes if self.settings(trainer, recipe) == wanted.settings)
-        return score_samples(self.evaluator, sampler, wanted, trainer.stop.poll_now)[0]
+        return score_samples(self.evaluator, sampler, wanted, trainer.dataset.class_names, trainer.stop.poll_now)[0]

@@ -12,9 +12,10 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.load import load_class_names, load_config
 from checkpoints.run import RunFolder
 from common.errors import Diverged, UserError
+from common.images import differing_class
 from common.progress import log_if_slow
 from configs.settings import Settings, read_stored
 from runtime.processes import on_main
@@ -36,6 +37,7 @@ class TrainerState(Settings):
     bin_sums: list[list[float]]  # summed over all processes
     encoder_hash: str | None  # hash of the alignment encoder's weights
     image_offset: int
+    class_names: list[str] | None = None  # names of the classes of the training latents, or None if they are unknown
 
 
 class CheckpointHook(Hook):
@@ -77,6 +79,7 @@ class CheckpointHook(Hook):
             bin_sums=trainer.bin_sums.tolist(),
             encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
             image_offset=trainer.image_offset,
+            class_names=trainer.dataset.class_names,
         )
         checkpoint = store.Checkpoint(trainer.step, **states, state=state.model_dump(), config=trainer.cfg.model_dump())
         self._writing = self._thread.submit(self._save, checkpoint)
@@ -153,6 +156,10 @@ def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
         message = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(message, folder, stored_num_classes, num_classes)
         restore_weights_except_labels(trainer, folder, checkpoint)
+    differing = differing_class(load_class_names(folder), trainer.dataset.class_names)
+    if differing and num_classes == stored_num_classes:
+        message = "%s was trained on other classes (%s), and each class starts from the old class of the same number"
+        log.warning(message, folder, differing)
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
