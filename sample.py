@@ -39,7 +39,7 @@ from common.files import (
 from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from configs import command_line
-from configs.schema import ImageSettings, SampleConfig, differences
+from configs.schema import ImageSettings, SampleConfig, differences, parse_numbers
 from configs.settings import nearest, read_stored
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def main(cfg: SampleConfig) -> None:
     log_compile_mode(cfg.machine.compile, accelerator.device)
     recipe = Recipe.for_checkpoint(checkpoint, run, cfg)
     names = on_main(lambda: load_class_names(checkpoint))
-    cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
+    if cfg.classes is not None:
+        cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, run.data.path)})
     labels = choose_labels(cfg, run.data.num_classes)
     settings = settings_of_images(cfg, recipe)
     # The main process alone looks for the folder. Otherwise, NFS on the other nodes may remember for a while that it is missing.
@@ -94,16 +95,35 @@ def main(cfg: SampleConfig) -> None:
             write_grid_and_npz(output, cfg.npz, files, labels, names)
 
 
-def class_numbers(classes: list[int | str] | None, names: list[str] | None, path: str | None) -> list[int] | None:
-    """Replace class names by class numbers."""
-    for name in [entry for entry in classes or () if isinstance(entry, str)]:
-        if names is None:
-            raise UserError(f"classes: {name} is a name, but the latents at data.path={path} have no class names; give numbers")
-        if name not in names:
-            raise UserError(f"classes: no class has the name {name!r}{nearest(name, names)}")
-    numbers = classes and [names.index(entry) if isinstance(entry, str) else entry for entry in classes]
-    if numbers and len(set(numbers)) < len(numbers):
-        raise UserError(f"classes={classes} lists a class by number and by name")
+def class_numbers(classes: list[int | str], names: list[str] | None, path: str | None) -> list[int]:
+    """Replace names and ranges by class numbers. Text that is exactly the name of a class means this class, such as "2" or " a".
+
+    Other text lists numbers, ranges and names, separated by commas.
+    """
+    known, numbers = {name: number for number, name in enumerate(names or ())}, []
+    for entry in classes:
+        if entry in known:
+            numbers.append(known[entry])
+            continue
+        for part in str(entry).split(","):
+            name = part.strip()
+            if re.fullmatch(r"[\d\s-]*", part):
+                try:
+                    numbers += (found := parse_numbers(part))
+                except ValueError as e:
+                    raise UserError(f"classes: {e}") from e
+                if swapped := [number for number in found if known.get(str(number), number) != number]:
+                    message = "classes: %d is class number %d; 'classes=[\"%d\"]' means the class of this name, number %d"
+                    log.warning(message, *swapped[:1] * 3, known[str(swapped[0])])
+            elif names is None:
+                reason = f"{name} is a name, but the latents at data.path={path} have no class names; give numbers"
+                raise UserError(f"classes: {reason}")
+            elif name in known:
+                numbers.append(known[name])
+            else:
+                raise UserError(f"classes: no class has the name {name!r}{nearest(name, names)}")
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"classes={classes} repeats a class, or lists a class by number and by name")
     return numbers
 
 

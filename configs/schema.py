@@ -72,16 +72,6 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
-def parse_classes(spec: str | int | list) -> list[int | str]:
-    """Parse class numbers, ranges of numbers and class names: `[0-2,color]` -> [0, 1, 2, "color"]."""
-    classes: list[int | str] = []
-    for part in ",".join(map(str, as_list(spec))).split(","):
-        classes += parse_numbers(part) if re.fullmatch(r"[\d\s-]*", part) else [part.strip()]
-    if len(set(classes)) < len(classes):
-        raise ValueError(f"{spec!r:.60} repeats a class")
-    return classes
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a covariance
 # Names that begin with a dot belong to the project, such as runs/.sweeps.
@@ -90,7 +80,10 @@ Checkpoint = Text  # checkpoint folder, or a run folder to select its newest che
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
-Classes = Annotated[list[int | str], BeforeValidator(parse_classes)]
+# Entries as the user wrote them, which `sample.class_numbers` reads: the number 2 is not the text "2", which may be a name.
+Classes = Annotated[
+    list[int | str], Field(min_length=1), BeforeValidator(lambda spec: [x if type(x) is int else str(x) for x in as_list(spec)])
+]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile

@@ -22,6 +22,7 @@ from common.images import labelled_grid
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
+from sample import class_numbers
 from sampling.flops import forward_flops
 from sampling.recipe import guidance_settings
 from sampling.sampler import ImageSampler
@@ -262,6 +263,44 @@ def test_names_of_other_latents_at_the_same_path_are_not_those_of_the_classes(na
     finally:
         shutil.rmtree(latents)
         (tmp_path / "kept").rename(latents)
+
+
+NAMES = ["10", " a", "2", "0-1", "b, c", "0"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "numbers", "said"),
+    [
+        ("classes=2", [2], ""),  # class 2 has this name
+        ("classes=0", [0], "0 is class number 0; 'classes=[\"0\"]' means the class of this name, number 5"),
+        ("classes=[0-2,4]", [0, 1, 2, 4], "0 is class number 0"),
+        ('classes="0"', [5], ""),
+        ('classes=["10",1]', [0, 1], ""),
+        ("classes=' a'", [1], ""),
+        ("classes='b, c'", [4], ""),
+        ("classes=0-1", [3], ""),  # the name of a class
+        ("classes=03", [3], ""),
+        ("classes='2-4, 5'", [2, 3, 4, 5], ""),
+    ],
+)
+def test_a_number_is_a_class_and_text_in_quotes_may_be_its_name(typed, numbers, said, caplog):
+    classes = checked(["checkpoint=x", typed], "sample").classes
+    assert class_numbers(classes, NAMES, "x") == numbers
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("a", "no class has the name 'a'"),
+        ("5-", "'5-' is not a list"),
+        ("-1", "'-1' is not a list"),
+        ("[0,'10']", "repeats a class"),
+    ],
+)
+def test_classes_that_do_not_exist_are_refused(typed, words):
+    with pytest.raises(UserError, match=f"^classes.*{words}"):
+        class_numbers(checked(["checkpoint=x", f"classes={typed}"], "sample").classes, NAMES, "x")
 
 
 def test_classes_by_name_need_latents_with_names(sample):
