@@ -250,6 +250,47 @@ def test_other_contents_are_refused_in_one_line(import_file, tmp_path, content, 
     assert "\n" not in str(refused.value) and not (tmp_path / "imported").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "learn_sigma", "settings", "message"),
+    [
+        (
+            "dit",
+            False,
+            PIXELS,
+            "only as many channels out as in, which fits kind=sit or repa or tread or lightningdit, not kind=dit",
+        ),
+        (
+            "dit",
+            True,
+            {},
+            "is for latents with 1 channels, and autoencoder=sd-vae:stabilityai/sd-vae-ft-ema has 4; set autoencoder=",
+        ),
+        (
+            "tread",
+            False,
+            {"autoencoder": "sd-vae:stabilityai/sd-vae-ft-mse"},
+            "autoencoder=sd-vae:stabilityai/sd-vae-ft-mse has 4;",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_the_kind_or_the_autoencoder_are_refused(
+    import_file, tmp_path, kind, learn_sigma, settings, message
+):
+    with pytest.raises(UserError, match=message):
+        import_file(dit_weights(learn_sigma), kind, **settings)
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("kind", ["dit", "sit", "tread"])
+@pytest.mark.parametrize("name", ["ema.safetensors", "model.safetensors"])
+def test_a_file_of_our_own_checkpoints_is_not_imported(import_file, tmp_path, kind, name):
+    _, folder = import_file(dit_weights(), "tread", **PIXELS)
+    with pytest.raises(UserError, match=f"^source={folder / name} belongs to a checkpoint of this project; use it as it is"):
+        importing.import_weights(str(folder / name), kind, str(tmp_path / "new"), **PIXELS)
+    (folder / "manifest.json").write_text('{"files": 1}')  # of another program
+    importing.import_weights(str(folder / name), "tread", str(tmp_path / "new"), **PIXELS)
+
+
 def test_files_that_hold_no_weights_are_refused_and_no_code_in_them_runs(tmp_path):
     torch.save({"model": dit_weights(), "extra": Malicious(os.mkdir, str(tmp_path / "pwned"))}, tmp_path / "evil.pt")
     (tmp_path / "pointer.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from configs.compose import compose_overrides
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors
-from latents.autoencoders import SD_VAE, Scaling, known_scaling
+from latents.autoencoders import SD_VAE, SD_VAES, Scaling, known_scaling
 from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ KINDS_OF_WEIGHTS = {
     "tread": ["model=tread", TRUNCATED],
     "lightningdit": ["model=lightningdit", "experiment=bases/lightning_diffusion"],
 }
+CHANNELS = {"identity": (1, 3), **{f"sd-vae:{name}": (4,) for name in SD_VAES}}  # latent channels of known autoencoders
 REVERSED = ("sit", "lightningdit")  # these networks use time 0 for noise and time 1 for data, and predict data - noise
 # Assumed number of EMA updates if a weights file contains no step. It is so large that training skips the EMA warm-up.
 ASSUMED_EMA_UPDATES = 10**6
@@ -63,22 +65,32 @@ def import_weights(
             without a last row for the null class. Set it for a file without arguments whose table has no null class.
 
     Raises:
-        UserError: If the folder exists, if a key is missing or contradicts the file, or if the file cannot be read or contains
-            another network or values that are not finite.
+        UserError: If the folder exists, if a key is missing or contradicts the file, or if the file cannot be read, belongs to a
+            checkpoint of this project, or contains another network or values that are not finite.
     """
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
-    file = Path(source)
+    file, own = Path(source), {}
+    with contextlib.suppress(UserError):  # without a manifest, or with that of another program
+        own = store.read_listed_hashes(file.parent)
+    if file.name in own:
+        raise UserError(f"source={file} belongs to a checkpoint of this project; use it as it is: checkpoint={file.parent}")
     model, ema, step, stored_num_classes = read_published(file, kind)
     if kind == "repa":
         model, ema = without_projectors(model), without_projectors(ema)
     backbones = (lightningdit if kind == "lightningdit" else dit).BACKBONES
     sizes = read_sizes(file, model, backbones, num_classes or stored_num_classes)
     data = sizes["data"]
-    if sizes["model"]["learn_sigma"] and kind not in ("dit", "sit"):
-        raise UserError(f"{file} has twice as many channels out as in, which fits kind=dit and kind=sit, not kind={kind}")
+    outputs, fitting = ("twice", ("dit", "sit")) if sizes["model"]["learn_sigma"] else ("only", [*KINDS_OF_WEIGHTS][1:])
+    if kind not in fitting:  # every published DiT also predicts a variance
+        raise UserError(
+            f"{file} has {outputs} as many channels out as in, which fits kind={' or '.join(fitting)}, not kind={kind}"
+        )
     autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
+    if (channels := CHANNELS.get(autoencoder)) and data["in_channels"] not in channels:
+        has, needed = f"latents with {data['in_channels']} channels", " or ".join(map(str, channels))
+        raise UserError(f"{file} is for {has}, and autoencoder={autoencoder} has {needed}; set autoencoder=")
     known = Scaling(1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scaling(autoencoder)
     scale, factor, *statistics = known or (None,) * 4
     if None in (scale_factor or scale, resolution or factor):
