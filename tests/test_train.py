@@ -390,6 +390,31 @@ def rewrite(file, change):
             lambda x: x["state"]["x_embedder.proj.bias"].update(step=torch.zeros((), dtype=torch.float64)),
             "step of x_embedder.proj.bias .*t64",
         ),
+        (
+            "optimizer.pt",
+            lambda x: x["state"]["x_embedder.proj.bias"]["exp_avg"][3].fill_(np.nan),
+            "optimizer.pt cannot be read: exp_avg of x_embedder.proj.bias holds NaN or infinity",
+        ),
+        (
+            "optimizer.pt",
+            lambda x: x["state"]["x_embedder.proj.weight"]["exp_avg_sq"].view(-1)[-1:].fill_(np.inf),
+            "exp_avg_sq of x_embedder.proj.weight holds NaN or infinity",
+        ),
+        (
+            "optimizer.pt",
+            lambda x: x["state"]["blocks.1.mlp.fc1.bias"]["exp_avg_sq"][0].fill_(-1e-9),
+            "exp_avg_sq of blocks.1.mlp.fc1.bias holds -1e-09, which cannot be negative",
+        ),
+        (
+            "optimizer.pt",
+            lambda x: [s["step"].fill_(-1) for s in x["state"].values()],
+            "step of .* holds -1, which cannot be neg",
+        ),
+        (
+            "optimizer.pt",
+            lambda x: x["state"]["x_embedder.proj.bias"]["step"].fill_(500),
+            "some of its parameters are after 5 steps and others after 500",
+        ),
         ("optimizer.pt", lambda x: x["state"].update({999: {}}), "it has a state for 999, which this network does not train"),
         ("optimizer.pt", lambda x: x["state"]["x_embedder.proj.bias"].update(step=3.0), "it holds other values than tensors"),
         ("optimizer.pt", lambda x: x.pop("state"), "optimizer.pt cannot be read: it has no state for x_embedder.proj.weight"),

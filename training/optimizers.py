@@ -67,7 +67,8 @@ def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: d
 def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
     """Check a state by parameter name, which is stored in `file`, against the optimizers.
 
-    Raises UserError, which names the parameter, if names, shapes or types are not those of the optimizers' state after a step.
+    Raises UserError, which names the parameter, if names, shapes or types are not those of the optimizers' state after a step, or
+    if training cannot have led to the values.
     """
     with as_user_error(file):
         for name in {**parameters, **state}:
@@ -82,6 +83,15 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequen
         if not all(isinstance(value, Tensor) for value in actual.values()):
             raise ValueError("it holds other values than tensors")
         store.check_tensors(file, actual, expected)
+        for name, value in actual.items():
+            low, high = value.aminmax()
+            if not (low.isfinite() and high.isfinite()):
+                raise ValueError(f"{name} holds NaN or infinity")
+            if low < 0 and name.startswith(("exp_avg_sq", "step")):
+                raise ValueError(f"{name} holds {low.item():g}, which cannot be negative")
+        steps = {values["step"].item() for values in state.values() if "step" in values}
+        if len(steps) > 1:  # every parameter has a gradient in every step
+            raise ValueError(f"some of its parameters are after {min(steps):g} steps and others after {max(steps):g}")
 
 
 def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:
