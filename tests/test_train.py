@@ -285,6 +285,28 @@ def test_changes_that_are_meant_are_recorded_with_the_start(train):
         train("run")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "change", "said"),
+    [
+        ("cosine", "train.num_steps=4", "the learning rate of step 2 is 0.001; with the settings of the checkpoint, it was 0"),
+        (
+            "constant",
+            "train.warmup_steps=4",
+            "the learning rate of step 2 is 0.0015; with the settings of the checkpoint, it was 0.002",
+        ),
+        ("constant", "train.num_steps=4", None),
+        ("cosine", "train.grad_clip_norm=1", None),
+    ],
+)
+def test_a_resume_says_the_learning_rate_before_and_after(train, caplog, schedule, change, said):
+    keys = [f"train.schedule={schedule}", "model.backbone=DiT-XS/4"]
+    train("run", *keys, "train.num_steps=2")
+    run = train("run", *keys, "train.num_steps=2", change, "resume=changed")
+    assert [line for line in caplog.messages if line.startswith("the learning rate")] == ([said] if said else [])
+    if said and "num_steps" in change:
+        assert f"is {metrics(run)[2]['lr']:.3g};" in said
+
+
 @pytest.mark.parametrize("damage", ["none", "config", "weights"])
 def test_settings_are_compared_before_a_checkpoint_is_hashed(whole, train, tmp_path, monkeypatch, damage):
     """If the newest configuration is damaged, the one before it is compared."""

@@ -20,7 +20,7 @@ from common.progress import log_if_slow
 from configs.settings import Settings, read_stored
 from runtime.processes import on_main
 from training import optimizers
-from training.trainer import Hook, Trainer
+from training.trainer import Hook, Trainer, learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,10 @@ def resume(trainer: Trainer, folder: Path) -> None:
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
         trainer.bin_sums.copy_(sums["bin_sums"])
     log.info("resumed from %s", folder)
+    before, now = (learning_rate(train, trainer.step) for train in (load_config(folder).train, trainer.cfg.train))
+    if before != now:
+        message = "the learning rate of step %d is %.3g; with the settings of the checkpoint, it was %.3g"
+        log.warning(message, trainer.step, now, before)
 
 
 def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
