@@ -15,8 +15,9 @@ from test_webdataset import check, npy_members, sd_moments, write_tar
 
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE, SD_VAE
+from latents.prepare import formats
 from latents.prepare.convert import ConvertConfig, resolve_header
-from latents.prepare.formats import REPAFolder, open_latents
+from latents.prepare.formats import LatentSource, REPAFolder, open_latents
 
 
 def write_lmdb(folder, latents, labels, length=None, leave_out=()):
@@ -234,6 +235,31 @@ def test_latents_of_no_format_or_several_are_refused_and_native_shards_are_not_c
     with pytest.raises(UserError, match="looks like Tars and LightningDiTFolder; give the file or folder of one format"):
         open_latents(tmp_path)
     assert open_latents(tmp_path / "a.safetensors").kind == "sample"
+
+
+def test_a_format_that_is_one_file_does_not_make_folders_of_other_formats_ambiguous(tmp_path, monkeypatch):
+    class OneFile(LatentSource):
+        patterns, file_patterns, kind = (), ("*.h5",), "sample"
+
+        def _open(self):
+            self.items, self.labels = [0], np.zeros(1, dtype=np.int64)
+
+        def _load(self, number):
+            return [np.zeros((4, 2, 2), dtype=np.float32)]
+
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, OneFile))
+    save_file(GOOD, tmp_path / "a.safetensors")
+    write_lmdb(tmp_path / "lmdb", sd_moments(2), [0, 1])
+    write_fast_dit(tmp_path / "fast", sd_moments(2)[:, :4], [0, 1], [[0, 1]])
+    for folder, expected in (
+        (tmp_path, "LightningDiTFolder"),
+        (tmp_path / "lmdb", "MaskDiTLMDB"),
+        (tmp_path / "fast", "FastDiTFolder"),
+    ):
+        (folder / "more.h5").touch()
+        zip_of(tmp_path / "lmdb", folder / "backup.zip")
+        assert type(open_latents(folder)).__name__ == expected
+        assert isinstance(open_latents(folder / "more.h5"), OneFile)
 
 
 def test_a_setting_that_a_format_does_not_hold_is_asked_for_by_its_key(tmp_path):

@@ -31,7 +31,8 @@ class LatentSource:
     `has_flips` is True, the array of the mirrored image. `_open` and `_load` may raise any exception.
     """
 
-    patterns: tuple[str, ...]  # file name patterns that identify the format
+    patterns: tuple[str, ...]  # patterns of the path itself, or of files in it, that identify the format
+    file_patterns: tuple[str, ...] = ()  # patterns of a file with all items, which may also lie in folders of other formats
     labels: np.ndarray  # class labels [N] in int64
     items: Sequence  # name or position of each of the N items, which error messages show
     shape: tuple[int, ...]  # shape of an item: (C, h, w), or (2C, h, w) for moments
@@ -155,7 +156,7 @@ class REPAFolder(LatentSource):
     """
 
     kind, scale = "moments", 1.0
-    patterns = ("dataset.json", "vae-sd/dataset.json", "*.zip")
+    patterns, file_patterns = ("dataset.json", "vae-sd/dataset.json"), ("*.zip",)
 
     def _open(self) -> None:
         root = zipfile.Path(self.path) if self.path.is_file() else self.path
@@ -227,7 +228,11 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 def open_latents(path: str | Path) -> LatentSource:
     """Open latents of another project. The file names determine the format."""
     path = Path(path)
-    fitting = [f for f in FORMATS if any(path.match(pattern) or any(path.glob(pattern)) for pattern in f.patterns)]
+    fitting = [
+        f
+        for f in FORMATS
+        if any(map(path.match, (*f.patterns, *f.file_patterns))) or any(any(path.glob(pattern)) for pattern in f.patterns)
+    ]
     if len(fitting) != 1:
         names = " and ".join(f.__name__ for f in fitting) or f"none of {', '.join(f.__name__ for f in FORMATS)}"
         raise UserError(f"path={path} looks like {names}; give the file or folder of one format, as docs/data.md names them")
