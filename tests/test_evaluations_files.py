@@ -243,6 +243,16 @@ def test_the_background_travels_with_a_reference(tmp_path, caplog):
     assert open_images(tmp_path / "stamped.npz").fingerprint() == open_images(old).fingerprint()
 
 
+def test_a_reference_with_class_names_is_the_same_reference_and_keeps_the_names(tmp_path):
+    names, images = [" a", "", "größe", "2"], make_images(4, 8, 8)
+    files = {known: tmp_path / f"{known}.npz" for known in (True, False)}
+    for known, file in files.items():
+        write_npz(file, iter(images), images.shape, np.arange(4), class_names=names if known else None)
+    with_names, without = map(open_images, files.values())
+    assert (with_names.class_names, without.class_names) == (names, None)
+    assert with_names.fingerprint() == without.fingerprint()  # so that caches and results stay valid
+
+
 def test_a_reference_of_one_image_is_refused_and_another_size_is_said(tmp_path, caplog):
     write_npz(tmp_path / "a.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3), background="white")
     open_reference(str(tmp_path / "a.npz"), "reference", ["digits"], 8)
