@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageColor, ImageDraw, ImageOps
+from PIL import Image, ImageColor, ImageDraw, ImageFont, ImageOps
 
 from common.errors import UserError, list_faults
 
@@ -188,8 +188,14 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
 def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_columns: int = 10) -> Image.Image:
     """Arrange images (uint8 [H, W, 3], equal sizes) in a grid with a caption above each. Enlarge images smaller than 64 pixels.
 
-    A caption that is wider than its image is shortened. Characters outside Latin-1, which the font may lack, become `?`.
+    A caption that is wider than its image is shortened. If the font lacks a letter, only the first word is drawn, which is the
+    number of a class.
     """
+    import matplotlib  # slow
+    from matplotlib.ft2font import FT2Font
+
+    file = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    font, known = ImageFont.truetype(file, 10), FT2Font(file).get_charmap()
     height, width = images[0].shape[:2]
     factor = -(-64 // min(height, width))
     height, width, gap, caption_height = height * factor, width * factor, 4, 14
@@ -200,10 +206,10 @@ def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_
     draw = ImageDraw.Draw(grid)
     for i, (image, caption) in enumerate(zip(images, captions)):
         x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption_height + gap)
-        text = str(caption).encode("latin-1", "replace").decode("latin-1")
-        while draw.textlength(text) > width:
+        text = str(caption) if {*map(ord, str(caption))} <= known.keys() else str(caption).partition(" ")[0]
+        while draw.textlength(text, font) > width:
             text = text[:-1]
-        draw.text((x + 1, y), text, fill="black")
+        draw.text((x + 1, y), text, fill="black", font=font)
         grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption_height))
     return grid
 

@@ -28,7 +28,7 @@ from pydantic import create_model
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import NO_ROW, explain, job_overrides, joblib_worker, parse_argument
+from configs.compose import NO_ROW, explain, job_overrides, joblib_worker, parse_argument, quote_letters
 from configs.schema import TrainConfig
 from configs.settings import S, Settings, flatten, has_interpolation, validate
 
@@ -57,7 +57,7 @@ def read_result(job: JobReturn) -> object:
 JobReturn.return_value = property(read_result, hydras_result.fset)
 
 
-def guard(action: Callable[[], object], config_name: str = "config") -> None:
+def guard(action: Callable[[], object], config_name: str | None = None) -> None:
     """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead.
 
     Args:
@@ -69,7 +69,10 @@ def guard(action: Callable[[], object], config_name: str = "config") -> None:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the shell closed it (2>&-)
             setattr(sys, stream, open(os.devnull, "w"))
-    if not any(word.startswith("--info") for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
+        getattr(sys, stream).reconfigure(errors="backslashreplace")  # for letters that the locale lacks
+    if config_name is not None:
+        sys.argv[1:] = map(quote_letters, sys.argv[1:])
+    if not any(word.startswith(("-i", "--info")) for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
     # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
@@ -118,13 +121,13 @@ def leave_processes() -> None:
         processes.leave()
 
 
-def explain_error(error: Exception, config_name: str = "config") -> str | None:
+def explain_error(error: Exception, config_name: str | None = None) -> str | None:
     """Return the message for the user that explains a user error, or None for any other error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
     if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return None
-    return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name)
+    return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name or "config")
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
@@ -183,6 +186,10 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
     typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
         raise UserError(NO_ROW)
+    if removed := next((override for override in overrides if override.startswith("~")), None):
+        raise UserError(
+            f"{removed}: every key has a value, so none can be removed; write {removed[1:].partition('=')[0]}=<value>"
+        )
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
     settings = validate(

@@ -63,10 +63,27 @@ def joblib_worker() -> int | None:
     return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
 
 
+# A quoted string, or in group 1 text outside of quotes up to a character that separates values in Hydra's grammar.
+_TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|((?:\$\{[^{}]*\}|[^,()\[\]{}'"])+)""")
+
+
+def quote_letters(argument: str) -> str:
+    """Quote each text in the value of `key=value` that has letters beyond ASCII, which Hydra's grammar only knows in quotes."""
+    key, equals, value = argument.partition("=")
+
+    def quote(match: re.Match[str]) -> str:
+        head, colon, text = match[0].rpartition(":") if value.startswith("{") else ("", "", match[0])  # a dictionary's key
+        stripped = text.strip()
+        is_readable = match[1] is None or stripped.isascii() or "\\" in stripped
+        return match[0] if is_readable else f"{head}{colon}{text.replace(stripped, f'{chr(34)}{stripped}{chr(34)}')}"
+
+    return argument if argument.isascii() else f"{key}{equals}{_TEXT.sub(quote, value)}"
+
+
 def parse_argument(argument: str) -> Override:
     """Parse `key=value` by Hydra's grammar."""
     try:
-        return OverridesParser.create().parse_override(argument)
+        return OverridesParser.create().parse_override(quote_letters(argument))
     except HydraException as e:
         raise UserError(explain(e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e)))) from e
 
@@ -80,7 +97,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
     """Compose configs/<config_name>.yaml with `overrides`, without resolving interpolations or validating values."""
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(config_name, overrides=[*overrides])
+            return hydra.compose(config_name, overrides=[*map(quote_letters, overrides)])
     except (HydraException, ValueError) as e:  # model=3 raises ValueError
         raise UserError(explain(e, overrides, config_name)) from e
 
@@ -99,6 +116,8 @@ def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = 
         # The argument's key has a part too many (guidance.w), or its value is a dictionary with an unknown key (guidance={w:2}).
         names = re.findall(r"(?:Could not override '|is not in struct full_key: )([\w.@/-]+)", text)
         unknown = max(names, key=len)
+        if unknown.startswith("hydra."):
+            return text
         pattern = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
         choices = [match[0] for override in overrides if (match := pattern.match(override))]  # model=dit of model=dit,tread
         try:

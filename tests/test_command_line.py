@@ -1,5 +1,6 @@
 """What commands print and return: one line for a user's error, a traceback for a bug, sweeps, help."""
 
+import io
 import multiprocessing
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
 from configs import command_line
 from configs.command_line import guard, run_command, run_job
-from configs.compose import CONFIGS
+from configs.compose import CONFIGS, parse_argument
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
 
@@ -157,6 +158,11 @@ def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_the
         (["name=2024_11_25", "output_dir=1e3"], ("2024_11_25", "1e3", "digits")),
         (["name=007", """data.path="a b=c, #d 'e'\""""], ("007", "runs", "a b=c, #d 'e'")),
         (["name=7", "data.path=a b"], ("7", "runs", "a b")),
+        (
+            ["name=größe", "output_dir=runs/日本", "data.path=${output_dir}/e\u0301 😀"],
+            ("größe", "runs/日本", "runs/日本/e\u0301 😀"),
+        ),
+        (["name=ж", "output_dir='\"ü, x\"'", "data={path: ü/b}"], ("ж", '"ü, x"', "ü/b")),
         (["name=${seed}", "seed=3", "output_dir=${train.lr}"], ("3", "0.002", "digits")),
         (["train={lr:1e-3,num_steps:3}", "model={selection:grid}"], ("digits_tread_lr-0.001_selection-grid", "runs", "digits")),
     ):
@@ -588,3 +594,56 @@ def test_ctrl_c_reaches_a_command_that_a_shell_started_in_the_background():
     finally:
         signal.signal(signal.SIGINT, before)
     assert found[0] not in (signal.SIG_IGN, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("a=[runs/ü, ä b ,c]", ["runs/ü", "ä b", "c"]),
+        ("a={b: größe, c: 1}", {"b": "größe", "c": 1}),
+        ("a={b: [ü,2]}", {"b": ["ü", 2]}),
+        ("a=['ü, x',\"ä\"]", ["ü, x", "ä"]),
+        ("a=${oc.env:HOME}/ü", "${oc.env:HOME}/ü"),
+        ("a=1e-3", 0.001),
+        ("a=runs/2024_ü", "runs/2024_ü"),
+    ],
+)
+def test_letters_beyond_ascii_need_no_quotes(typed, expected):
+    assert parse_argument(typed).value() == expected
+
+
+def test_letters_beyond_ascii_in_a_sweep(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    start(monkeypatch, lambda cfg: found.append((cfg.output_dir, cfg.name)), ["-m", "output_dir=ü/a,c", "name=x,ж"])
+    assert found == [("ü/a", "x"), ("ü/a", "ж"), ("c", "x"), ("c", "ж")]
+
+
+def test_keys_cannot_be_removed_and_hydras_own_hints_stay(monkeypatch, capsys):
+    for argument, words in (
+        ("~train.lr", "~train.lr: every key has a value, so none can be removed; write train.lr=<value>"),
+        ("~guidance", "write guidance=<value>"),
+        ("hydra.job.env_set.A=1", "To append to your config use +hydra.job.env_set.A=1"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            start(monkeypatch, lambda cfg: None, [argument])
+        assert words in str(left.value)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("text", ["Größe", "日本", "😀", "u\u0308"])
+def test_letters_that_a_locale_lacks_are_escaped(monkeypatch, stream, encoding, text):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, stream, io.TextIOWrapper(written, encoding=encoding))
+    guard(lambda: print(text, file=getattr(sys, stream), flush=True))
+    assert written.getvalue() == f"{text}\n".encode(encoding, "backslashreplace")
+
+
+@pytest.mark.parametrize("words", [["-i", "defaults"], ["-idefaults"], ["--info", "defaults"], ["--info=defaults"]])
+def test_hydra_alone_prints_its_information(monkeypatch, words):
+    started = []
+    monkeypatch.setattr("configs.command_line.log_to_stderr", lambda: started.append(True))
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    guard(lambda: None)
+    assert not started

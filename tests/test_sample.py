@@ -388,6 +388,8 @@ def test_grids_show_every_image_with_its_label():
     white = [np.full((8, 8, 3), 255, dtype=np.uint8)] * 2
     wide = np.asarray(labelled_grid(white, [f"{'long name ' * 9}", "字"]))
     assert (wide[4:18, 4:68] < 128).any() and (wide[4:18, 68:72] == 255).all()  # the caption ends with its image
+    drawn = [np.asarray(labelled_grid(white[:1], [text])).tobytes() for text in ("1 字", "1", "1 ö", "1 ж", "1 ü")]
+    assert drawn[0] == drawn[1] and len({*drawn}) == 4
 
 
 def test_nan_from_the_network_and_a_damaged_settings_file_are_reported(runs, sample, tmp_path):
