@@ -27,7 +27,16 @@ from configs.compose import compose_overrides
 from extras import lightningdit
 from extras.benchmarks import __main__ as benchmarks
 from extras.benchmarks import harness, kernels, steps
-from extras.benchmarks.evidence import FOLDER, NAMES, collect, draw_scales, evidence, show_equal_time, show_tokens, show_unplanned
+from extras.benchmarks.evidence import (
+    FOLDER,
+    NAMES,
+    collect,
+    draw_scales,
+    evidence,
+    show_comparisons,
+    show_equal_time,
+    show_tokens,
+)
 from extras.benchmarks.harness import TimedVariant, measure
 from routing_module import Route
 from sampling import flops
@@ -120,7 +129,7 @@ def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(c
 def test_unplanned_comparisons_have_welchs_p_values_and_holms_correction(capsys):
     rng = np.random.default_rng(0)
     found = {arm: (rng.standard_normal((4, 3)) + 3 * (arm == "C")).tolist() for arm in "ABC"}
-    show_unplanned(found)
+    show_comparisons(found, "unplanned comparison")
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:] if line]
     tests = [ttest_ind(found["C"][i], found[arm][i], equal_var=False).pvalue for arm in "AB" for i in range(4)]
     assert [float(row[2]) for row in rows] == [float(f"{p:.2g}") for p in tests]

@@ -129,7 +129,7 @@ def start(monkeypatch, main, arguments, full_errors="0"):
         (["data.path=cats #2"], """^error: data.path=cats #2 is not readable: .* as in 'data.path="cats #2"' """),
         (["model"], "^error: 'model' is not of the form key=value$"),
         (["data.path=a=b"], """as in 'data.path="a=b"' """),
-        (["output_dir=out dir ü"], """as in 'output_dir="out dir ü"' """),
+        (["output_dir=out dir #2"], """as in 'output_dir="out dir #2"' """),
         (["experiment=table2/dit_b2"], "^error: experiment=table2/dit_b2 is not in .*; nearest: table2_dit_b2"),
         # Alone, these parts of rows lack a name, lack files, or would be trained like a row.
         (["experiment=bases/row"], "^error: experiment=bases/... is only a part of rows; choose a row, .*such as table2_dit_b2$"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations, product
 from math import exp, log
 from pathlib import Path
@@ -36,11 +37,23 @@ from extras.benchmarks.contrasts import (
     pooled_deviation,
     print_table,
 )
+from extras.benchmarks.guided import ARMS as GUIDED_ARMS
 from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import complete_lines, draw_guided, ema_hashes, show_guided
+from extras.benchmarks.guided import (
+    TIMES,
+    choose_scales,
+    compared_values,
+    complete_lines,
+    draw_guided,
+    ema_hashes,
+    num_samples_from,
+    show_guided,
+    values_at,
+)
 
 FOLDER = Path(__file__).parent / "results"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
+LOWER_RATES = FOLDER / "fashion_xs4_2core-xeon_2026-11-22.jsonl"  # runs at lower learning rates, in an earlier layout
 SECOND_DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion_noisy", 3
 CURVES = (DISTANCE, "class_agreement_fashion")
 GUIDANCES = {"none": "", "cfg": ", cfg 1.5", "sparse": ", sparse guidance", "path_drop": ", path-drop 1.5"}
@@ -61,11 +74,13 @@ def evidence(
     rated, fused, equal_steps, in_equal_time = (
         sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens, guided)
     )
-    show_equal_time(rated)
-    show_unplanned(show_equal_time(fused))
+    show_comparisons(show_equal_time(rated), "planned comparison, learning rates")
+    show_comparisons(show_equal_time(fused), "unplanned comparison")
     show_tokens(equal_steps)
     if in_equal_time:
         show_guided(in_equal_time)
+    if complete_lines(in_equal_time):
+        show_together(rated, in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
         if complete := complete_lines(in_equal_time):
@@ -119,8 +134,8 @@ def show_equal_time(lines: list[dict]) -> dict[str, list[list[float]]]:
     return compared["none"]
 
 
-def show_unplanned(found: dict[str, list[list[float]]]) -> None:
-    """Print Welch's p-values of the comparisons of C with the dense arms, which no rule planned, with Holm's correction."""
+def show_comparisons(found: dict[str, list[list[float]]], title: str) -> None:
+    """Print Welch's p-values of the comparisons of C with the dense arms, with Holm's correction."""
     names, contrasts = [], []
     for other, (i, metric) in product(DENSE, enumerate(NAMES)):
         names.append((metric, f"C - {other}, {NAMES[metric]}"))
@@ -130,7 +145,7 @@ def show_unplanned(found: dict[str, list[list[float]]]) -> None:
         [name, contrast.text(lambda x, metric=metric: format_metric(metric, x)), f"{contrast.p_value:.2g}", f"{p:.2g}"]
         for (metric, name), contrast, p in zip(names, contrasts, corrected)
     ]
-    print_table(["unplanned comparison", "95% interval (Welch)", "p", "p (Holm)"], rows)
+    print_table([title, "95% interval (Welch)", "p", "p (Holm)"], rows)
 
 
 def show_tokens(lines: list[dict]) -> None:
@@ -169,6 +184,70 @@ def time_ratios(lines: list[dict], tokens: str) -> dict[int, float]:
     seeds = sorted(seed for arm, seed in speeds if arm == f"routed-{tokens}" and seed != SEARCH_SEED)
     seeds = [seed for seed in seeds if (f"dense-{tokens}", seed) in speeds]
     return {seed: speeds[f"dense-{tokens}", seed] / speeds[f"routed-{tokens}", seed] for seed in seeds}
+
+
+def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
+    """Print routed / dense ratios of unguided distances after equal steps, and how far the ratios at equal time can be trusted.
+
+    Nobody planned these tables. In runs of equal time, both arms have no evaluation at an equal step, so that one arm is
+    interpolated between its two evaluations, by a power law of the step.
+    """
+    distance = f"{DISTANCE}1k/cfg1.0"  # of runs in LOWER_RATES
+    lower = {(line["run"], line["step"]): line[distance] for line in read_lines(LOWER_RATES) if distance in line}
+
+    def at_lower_rate(suffix: str, arm: str, step: int) -> list[float]:
+        name = {"routed": "fashion_dit_xs4_tread", "dense": "fashion_dit_xs4"}[arm]
+        return [log(lower[f"{name}_seed-{seed}{suffix}", step]) for seed in range(NUM_CHOOSING_SEEDS)]
+
+    def at_best_rate(arm: str, step: int) -> list[float]:
+        wanted = {"arm": {"routed": "C", "dense": "A"}[arm], "lr": 4e-3, "num_samples": 1000, "guidance": "none", "step": step}
+        return [log(found) for seed, found in find_values(rated, DISTANCE, **wanted).items() if seed < NUM_CHOOSING_SEEDS]
+
+    def in_longer_run(arm: str, step: int) -> list[float]:
+        half, full = (GUIDED_ARMS[arm].step(time) for time in TIMES)
+        early, late = (np.log([*compared_values(in_equal_time, arm, time, "none").values()]) for time in TIMES)
+        return (early + (late - early) * log(step / half) / log(full / half)).tolist()
+
+    every_1000 = range(1000, 7000, 1000)
+    runs = {  # steps, log distances by training seed, and both steps of the growth
+        "4e-3": (every_1000[:4], at_best_rate, (2000, 4000)),
+        "4e-3, interpolated": ((6075, 8600), in_longer_run, (6075, 8600)),
+        "2e-3": (every_1000, partial(at_lower_rate, "_lr-0.002"), (3000, 6000)),
+        "1e-3": (every_1000, partial(at_lower_rate, ""), (3000, 6000)),
+    }
+    rows = []
+    for name, (steps, find, (early, late)) in runs.items():
+        ratios = {step: paired(find("routed", step), find("dense", step)) for step in steps}
+        by_step = ", ".join(f"{step:,}: {_ratio_text(fmean(ratio))}" for step, (_, ratio) in ratios.items())
+        first, last, growth = (
+            Contrast.of([group]).text(_ratio_text)
+            for group in (ratios[early], ratios[late], paired(ratios[late][1], ratios[early][1]))
+        )
+        rows.append([name, str(len(ratios[late][1])), by_step, f"{early:,}: {first}", f"{late:,}: {last}", growth])
+    columns = ["learning rate", "seeds", "routed / dense by step", "before", "after", "after / before"]
+    print_table(columns, rows)
+
+    def at_chosen_scale(arm: str, time: str, guidance: str, first_seed: int) -> dict[int, float]:
+        scale = choose_scales(in_equal_time, arm, time)[guidance][0]
+        return values_at(in_equal_time, arm, time, guidance, scale, first_seed)
+
+    rows, full = [], {}
+    points = ("autoguidance", "half"), ("autoguidance", "full"), ("cfg", "full")
+    for (guidance, time), first_seed in product(points, (CHOOSING, COMPARING)):
+        routed, dense = (at_chosen_scale(arm, time, guidance, first_seed) for arm in ("routed", "dense"))
+        ratio = {seed: log(routed[seed] / dense[seed]) for seed in routed}
+        full[guidance, time, first_seed] = list(ratio.values())
+        texts = [
+            Contrast.of([(1, [*kept])]).text(_ratio_text) for kept in (ratio.values(), [x for s, x in ratio.items() if s != 10])
+        ]
+        rows.append([f"{guidance}, {time} time", f"{num_samples_from(first_seed):,}", *texts])
+    shift = Contrast.of([paired(full["autoguidance", "full", 2000], full["autoguidance", "full", 0])])
+    rows.append(["autoguidance, full time", "2,000 / 500", shift.text(_ratio_text), ""])
+    print_table(["equal time, chosen scales", "samples", "routed / dense", "without seed 10"], rows)
+
+
+def _ratio_text(x: float) -> str:
+    return f"{exp(x):.2f}"
 
 
 def show_losses(lines: list[dict]) -> None:
