@@ -14,6 +14,7 @@ have no results yet, from training or from fid.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,8 @@ from common.files import REPOSITORY
 from configs import command_line
 from configs.schema import FidConfig, TrainConfig, differences
 from configs.settings import as_list
+
+log = logging.getLogger("fid")
 
 
 def main(cfg: FidConfig) -> float | None:
@@ -90,6 +93,11 @@ def main(cfg: FidConfig) -> float | None:
     encoded_with = on_main(lambda: settings_of_latents(runs.values()))
     needs = evaluation.all_detectors, resolution, evaluation.background, encoded_with
     reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
+
+    formats = [{file.suffix.lower() in (".jpg", ".jpeg") for file in getattr(s, "files", ())} for s in (images, reference)]
+    if {True} in formats and {False} in formats:
+        message = "images=%s and evaluation.reference=%s: one set is JPEG and the other is not, which changes distances"
+        log.warning(message, cfg.images, evaluation.reference)
 
     # Evaluate the points, and write the results.
     outputs = {folder: results_folder(folder) for folder in folders} or {None: folder_for_images(cfg.images)}

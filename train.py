@@ -80,7 +80,7 @@ def main(cfg: TrainConfig) -> float | None:
         saving.resume(trainer, newest)
     elif initial is not None:
         saving.init_from(trainer, initial, cfg.init_state)
-    record_start(trainer, run, newest, initial)
+    processes.on_main(lambda: record_start(trainer, run, newest, initial))
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()

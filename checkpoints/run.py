@@ -112,7 +112,7 @@ class RunFolder:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
-            is_known = path.name in (".lock", ".hydra")  # ours, and hydra.output_subdir
+            is_known = path.name in (".lock", ".has_saved", ".hydra")  # ours, and hydra.output_subdir
             if not (is_empty or is_known or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path
 

@@ -147,10 +147,14 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
             file.seek(1)
             holder = file.read().decode(errors="replace").strip()
             raise UserError(f"another process is {activity} {folder}: {holder}; wait for it, or choose another {key}=...")
+    file.seek(0)
+    if file.read(1) not in (b"", b"\n"):
+        file.close()
+        raise UserError(f"{path} was not written by this program, and a lock needs this name; choose another {key}=...")
     with contextlib.suppress(OSError):  # if the disk is full, the lock works without this text
         file.truncate(0)
-        file.write(f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading byte 0
-        file.flush()
+        # Without a buffer, because closing the file would try again to write the text, and hide the error of the caller.
+        os.write(file.fileno(), f"\nprocess {os.getpid()} on {platform.node()}".encode())  # Windows forbids reading byte 0
     remove_leftovers(folder)
     return file
 

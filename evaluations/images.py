@@ -9,6 +9,7 @@ names of the classes in `class_names`, and the colour behind transparent images 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import zipfile
@@ -230,6 +231,8 @@ class NpzImages:
                     self._header_bytes = f.tell()
                 if dtype != np.uint8 or len(self.shape) != 4 or min(self.shape) < 0 or self.shape[3] != 3 or fortran_order:
                     raise ValueError(f"arr_0 is {dtype} {list(self.shape)}; need uint8 [N, H, W, 3] in C order")
+                if (size := file.zip.getinfo("arr_0.npy").file_size) < math.prod(self.shape):
+                    raise ValueError(f"arr_0 is {list(self.shape)}, but has only {size} bytes")
             key = "labels" if "labels" in file else "arr_1"
             if key in file:
                 self.labels = file[key].astype(np.int64, casting="same_kind")

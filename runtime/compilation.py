@@ -36,14 +36,27 @@ def checkpoint_activations(net: dit.DiT, what: str) -> None:
 
 
 def resolve_compile(mode: str, device: torch.device) -> str:
-    """Resolve `auto` to `blocks` if torch.compile can run on CUDA, otherwise to `none`. Return other modes unchanged."""
-    if mode != "auto":
-        return mode
+    """Resolve `auto` to `blocks` if torch.compile can run on CUDA, otherwise to `none`. Return other modes unchanged.
+
+    Raises UserError if the mode is `blocks`, and torch.compile cannot run.
+    """
+    if mode == "auto":
+        return "blocks" if device.type == "cuda" and not missing_for_compile(device) else "none"
+    if mode == "blocks" and (missing := missing_for_compile(device)):
+        raise UserError(f"machine.compile=blocks needs {missing}; install it, or set machine.compile=none")
+    return mode
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """Return what torch.compile lacks on this machine, or None."""
+    if device.type != "cuda":  # torch compiles C++ code (CXX is its variable, too)
+        has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+        return None if has_compiler else "a C++ compiler (g++)"
     # Triton needs a C compiler on this machine for the code that launches its kernels.
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
     headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     can_compile = importlib.util.find_spec("triton") and compiler and headers.exists()
-    return "blocks" if device.type == "cuda" and can_compile else "none"
+    return None if can_compile else "triton, a C compiler (gcc) and Python's C headers (python3-dev)"
 
 
 def compile_network(net: dit.DiT, mode: str) -> None:
@@ -97,5 +110,4 @@ def log_compile_mode(mode: str, device: torch.device) -> None:
     if resolve_compile(mode, device) == "blocks":
         log.info("machine.compile=%s: the first step takes up to a minute longer, once", mode)
     elif mode == "auto" and device.type == "cuda":
-        needs = "torch.compile needs triton, a C compiler (gcc) and Python's C headers (python3-dev)"
-        log.warning("machine.compile=auto does not compile, so steps are slower: %s", needs)
+        log.warning("machine.compile=auto does not compile, so steps are slower: it needs %s", missing_for_compile(device))

@@ -185,8 +185,8 @@ class PointEvaluator:
 
         def finish(i: int, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
             errors = self.evaluator.jackknife(features, labels, NUM_GROUPS)
+            log.info("%s: %s", name(i), format_metrics(record.metrics))  # first, because writing may fail
             results[i].add(record.model_copy(update={"jackknife": errors}))
-            log.info("%s: %s", name(i), format_metrics(record.metrics))
 
         with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
             for number, i in enumerate(missing, 1):

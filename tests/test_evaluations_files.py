@@ -95,6 +95,10 @@ def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):
         short.writestr("arr_0.npy", whole.read("arr_0.npy")[:-100])
     with zipfile.ZipFile(tmp_path / "negative.npz", "w") as negative, negative.open("arr_0.npy", "w") as f:
         np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": (-1, 8, 8, 3)})
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as huge, huge.open("arr_0.npy", "w") as f:
+        np.lib.format.write_array_header_1_0(f, {"descr": "|u1", "fortran_order": False, "shape": (2**70, 8, 8, 3)})
+    with pytest.raises(UserError, match=r"huge.npz cannot be read: arr_0 is \[1180591620717411303424, 8, 8, 3\], but has only 1"):
+        open_images(tmp_path / "huge.npz")
     with pytest.raises(UserError, match=r"negative.npz cannot be read: arr_0 is uint8 \[-1, 8, 8, 3\]"):
         NpzImages(tmp_path / "negative.npz")
     for name, message in (("flipped", "CRC"), ("short", "arr_0 ends before image 50 of 50")):

@@ -4,13 +4,14 @@ import csv
 import itertools
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, checked, losses, renew_manifest, run_fid, run_sample, run_train
+from conftest import REPOSITORY, checked, file_size_limit, losses, renew_manifest, run_fid, run_sample, run_train
 from PIL import Image
 
 import fid as script
@@ -453,17 +454,21 @@ def test_points_are_evaluated_in_a_random_order_network_by_network_and_listed_as
     assert orders[0] != orders[1]
 
 
-def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, tmp_path):
+def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, tmp_path, caplog):
     def full(path, record):
         raise UserError("the disk is full")
 
+    caplog.set_level("INFO")
     monkeypatch.setattr("evaluations.record.append_line", full)
     with pytest.raises(UserError, match="the disk is full"):
         fid("out", f"checkpoints={edm}", "evaluation.num_samples=4")
+    assert re.search(r"step \d: fd_digits [\d.]+, ", caplog.text)  # the figures are not lost
     (tmp_path / "file").touch()
     monkeypatch.setattr(points.PointEvaluator, "score", lambda *arguments: pytest.fail("this is known before any work"))
     with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
         fid("file/out", f"checkpoints={edm}")
+    with file_size_limit(1000), pytest.raises(UserError, match="cannot write to .*full: File too large; .* MB are free"):
+        fid("full", f"checkpoints={edm}")
 
 
 def test_a_folder_that_a_trainer_locks_can_take_results(edm, fid, tmp_path):

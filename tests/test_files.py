@@ -54,6 +54,21 @@ def test_a_full_disk_is_named_with_the_file_and_the_free_space_and_leaves_nothin
     assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text().startswith('{"step": 1}\n')
 
 
+def test_a_full_disk_keeps_nobody_from_a_lock_and_hides_no_other_error(tmp_path):
+    with file_size_limit(0):
+        files.lock_file(tmp_path / ".lock", "training in", "name").close()
+        files.lock_file(tmp_path / ".lock", "training in", "name").close()
+
+
+@pytest.mark.parametrize("content", ["mine", '{"packages": {}}\n', None])
+def test_a_file_or_folder_of_others_under_the_name_of_a_lock_is_left_alone(content, tmp_path):
+    file = tmp_path / ".lock"
+    file.mkdir() if content is None else file.write_text(content)
+    with pytest.raises(UserError, match=f"^{file} (is not a regular file|was not written by this program)"):
+        files.lock_file(file, "training in", "name")
+    assert file.is_dir() if content is None else file.read_text() == content
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_an_earlier_file_is_untouched_if_a_new_one_cannot_be_written(number, tmp_path):
     files.write_atomically(tmp_path / "a", "earlier")

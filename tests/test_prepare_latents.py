@@ -24,6 +24,7 @@ import prepare_latents
 from common.errors import UserError
 from common.images import adm_center_crop, read_rgb
 from common.randomness import SeedRandom
+from configs import command_line
 from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
@@ -242,6 +243,25 @@ def test_encode_refuses_a_folder_with_other_settings_images_weights_or_shards(im
     make_shard(tmp_path / "mine" / "a.safetensors")
     with pytest.raises(UserError, match="holds a.safetensors, which this command did not write; choose another"):
         encode(images, tmp_path / "mine", vae)
+
+
+def test_empty_paths_foreign_files_and_loops_of_links_are_refused(images, tmp_path):
+    for settings, words in ((["images="], "images=''"), (["latents_stats="], "latents_stats=''"), (["output="], "output=''")):
+        with pytest.raises(UserError, match=words):
+            prepare_latents.main(["encode", f"images={images}", f"output={tmp_path / 'out'}", *settings])
+    write_folder(tmp_path / "mine").joinpath("thesis.tex").touch()
+    (tmp_path / "mine" / ".hidden").touch()
+    with pytest.raises(UserError, match="mine holds thesis.tex, which this command did not write; choose another folder"):
+        encode(images, tmp_path / "mine")
+    (tmp_path / "mine" / "thesis.tex").unlink()
+    folder = encode(images, tmp_path / "mine")
+    (folder / "README").touch()  # beside shards, files of a user are welcome
+    encode(images, folder)
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    arguments = ["encode", f"images={images}", f"output={tmp_path / 'a'}", "autoencoder=identity", "kind=sample"]
+    with pytest.raises(SystemExit, match="^error: .*"):
+        command_line.guard(lambda: prepare_latents.main(arguments))
 
 
 def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, tmp_path, caplog):

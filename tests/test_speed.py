@@ -236,6 +236,17 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing(monkeypatch, caplo
     log_compile_mode("none", GPU)
 
 
+@pytest.mark.parametrize(
+    ("device", "needs"), [(CPU, "a C\\+\\+ compiler"), (GPU, "triton, a C compiler .gcc. and Python's C headers")]
+)
+def test_compiled_blocks_without_a_compiler_are_refused(monkeypatch, device, needs):
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
+    for check in (resolve_compile, log_compile_mode):  # train.py, fid.py and sample.py call the second before slow work
+        with pytest.raises(UserError, match=f"machine.compile=blocks needs {needs}.*; install it, or set machine.compile=none"):
+            check("blocks", device)
+    assert resolve_compile("none", device) == "none"
+
+
 def test_bf16_without_bfloat16_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")

@@ -354,6 +354,15 @@ def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_wit
     assert load_network(folder, "ema", torch.device("cpu")).router.selection_ratios() == (0.06,)
 
 
+def test_a_run_of_which_only_hidden_files_are_left_starts_anew(train):
+    run = train("run", "train.num_steps=1")
+    for path in run.glob("[!.]*"):  # as rm -rf run/*
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert (run / ".has_saved").exists()
+    train("run", "train.num_steps=1")
+    assert [line["step"] for line in metrics(run)] == [1] and folder_of(run, 1).exists()
+
+
 def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
     run = train("run", "train.num_steps=2")
     (run / ".has_saved").unlink()  # as if it was killed between the checkpoint and its mark
@@ -528,16 +537,24 @@ def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_ima
     assert build.fill_in_lengths(untouched, num_images) == untouched
 
 
-def test_a_run_warns_before_the_disk_is_full(train, monkeypatch, caplog):
+def test_a_run_warns_before_the_disk_is_full_and_needs_room_for_a_checkpoint(train, monkeypatch, caplog, tmp_path):
     caplog.set_level("INFO")
     usage = SimpleNamespace(free=1e6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"^the disk of \S+/run has 0.001 GB free, and a checkpoint needs \S+ GB; free space"):
+        train("run", "train.num_steps=1")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    size = float(re.search(r"checkpoints \((\S+) GB each\)", caplog.text)[1])
+    caplog.clear()
+    usage.free = 1.5e9 * size
     run = train("run", "train.num_steps=1", "checkpoint.keep_last=2")
     lines = [record for record in caplog.records if record.message.startswith("disk ")]
     assert [line.levelname for line in lines] == ["INFO", "WARNING"]
-    size = re.fullmatch(r"disk   up to .* of checkpoints \((\S+) GB each\), 0.001 GB free", lines[0].message)[1]
+    size = re.fullmatch(r"disk   up to .* of checkpoints \((\S+) GB each\), .* GB free", lines[0].message)[1]
     saved = sum(file.stat().st_size for file in folder_of(run, 1).iterdir())
-    assert float(size) == pytest.approx(saved / 1e9, rel=0.05) and "room for only 0 more checkpoints" in lines[1].message
+    assert float(size) == pytest.approx(saved / 1e9, rel=0.05) and "room for only 1 more checkpoints" in lines[1].message
+    usage.free = 0
+    train("run", "train.num_steps=1")  # the run is complete and saves nothing
     caplog.clear()
     usage.free = 1e9
     train("other", "train.num_steps=1", "checkpoint.keep_last=2")

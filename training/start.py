@@ -11,6 +11,7 @@ from checkpoints.load import load_config
 from checkpoints.provenance import describe_start
 from checkpoints.resume import changes_on_resume
 from checkpoints.run import RunFolder
+from common.errors import UserError
 from common.files import append_line
 from runtime.compilation import resolve_compile
 from training import optimizers
@@ -22,11 +23,10 @@ log = logging.getLogger(__name__)
 def record_start(trainer: Trainer, run: RunFolder, newest: Path | None, initial: Path | None) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
+    The main process calls this function. Raises UserError if the disk has no room for a checkpoint.
     `newest` is the checkpoint from which the run resumes, and `initial` that of init_from with which it begins.
     """
     cfg, accelerator = trainer.cfg, trainer.accelerator
-    if not accelerator.is_main_process:
-        return
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
         changed = [] if newest is None else changes_on_resume(load_config(newest), cfg)
@@ -36,7 +36,7 @@ def record_start(trainer: Trainer, run: RunFolder, newest: Path | None, initial:
 
 
 def log_plan(trainer: Trainer, run: RunFolder) -> None:
-    """Log the main settings of a run and the disk space that its checkpoints need."""
+    """Log the main settings of a run and the disk space that its checkpoints need. Refuse a disk without room for one."""
     cfg, net, data, train, device = trainer.cfg, trainer.net, trainer.dataset, trainer.cfg.train, trainer.device
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     skipped = f"of {net.num_tokens} tokens ({cfg.model.selection}) skip blocks"
@@ -55,7 +55,11 @@ def log_plan(trainer: Trainer, run: RunFolder) -> None:
     snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
     needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
-    if needed > free + size * len(store.list_steps(run.checkpoints)):
+    num_stored = len(store.list_steps(run.checkpoints))
+    if trainer.step < train.num_steps and free < size and not num_stored:  # a save may remove stored ones first
+        problem = f"the disk of {run.path} has {free:.3g} GB free, and a checkpoint needs {size:.3g} GB"
+        raise UserError(f"{problem}; free space, or choose another output_dir=...")
+    if needed > free + size * num_stored:
         message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
         log.warning(message, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
     if trainer.step >= train.num_steps:

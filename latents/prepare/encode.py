@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import UserError, as_user_error, list_faults
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range, Text
 from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
@@ -31,8 +31,8 @@ from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, Shard
 class EncodeConfig:
     """Keys of `prepare_latents.py encode`."""
 
-    images: str  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
-    output: str  # folder for the shards
+    images: Text  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
+    output: Text  # folder for the shards
     # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes, and
     # tars of several parts of a data set.
     labels: Literal["auto", "none", "first_level"] = "auto"
@@ -50,7 +50,7 @@ class EncodeConfig:
     flips: bool = False  # true also encodes the mirrored images
     keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the cropped images for alignment
     normalize: bool = False  # whether to normalise each network input channel to mean 0 and standard deviation 1 over all latents
-    latents_stats: str | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
+    latents_stats: Text | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
     sigma_data: PositiveFloat | None = None  # target standard deviation of the network input (EDM: 0.5), which sets scale_factor
     scale_factor: PositiveFloat | None = None  # factor of another data set, so that init_from= can continue on this one
     num_classes: NumClasses | None = None  # number of classes, at most 1,000,000 (default: from class names or labels)

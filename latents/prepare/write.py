@@ -23,6 +23,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import FORMAT, lock_file, write_atomically
+from common.images import is_hidden
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.shards import (
@@ -100,6 +101,9 @@ class ShardWriter:
                 # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
                 is_unused = key == "value_range" and before is None and not provenance["left_out"]
                 changed += [f"{key}: {before!r} -> {now!r}"] if before != now and not is_unused else []
+        others = [] if sources or not self.output.is_dir() else [file.name for file in self.output.iterdir()]
+        if others := sorted(name for name in others if not is_hidden(name) and name != MANIFEST):
+            raise UserError(f"output={self.output} holds {others[0]}, which this command did not write; choose another folder")
         if sources and sources.isdisjoint(self._planned):
             changed.append("made of other items")
         if changed:
