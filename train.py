@@ -44,7 +44,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training.hooks import EvaluationHook
     from training.parallel import check_processes
     from training.start import record_start
-    from training.stop import call_previous_handler
+    from training.stop import call_previous_handler, wait_to_be_killed
     from training.trainer import Trainer
 
     # Check the configuration, the data and the initial checkpoint before any slow work.
@@ -55,7 +55,7 @@ def main(cfg: TrainConfig) -> float | None:
     train, machine = cfg.train, cfg.machine
     accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)
     processes.check_same(dataset.fingerprint, "data.path", dataset.path)
-    check_processes(train, accelerator.num_processes, accelerator.distributed_type)
+    check_processes(train, accelerator.num_processes)
     check_machine(cfg, accelerator.device, accelerator.num_processes)
     processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
     run = RunFolder(cfg.output_dir, cfg.name)
@@ -88,6 +88,7 @@ def main(cfg: TrainConfig) -> float | None:
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
         processes.leave()
+        wait_to_be_killed(trainer.stopped_by)
         call_previous_handler(trainer.stopped_by)  # submitit's handler exits; wandb then uploads the rest, which can take long
     tracking.finish(accelerator)
     if not is_complete:

@@ -146,6 +146,8 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     searcher = next((name for name in SEARCHERS if is_sweep and f".hydra_{name}" in context.sweeper._target_), None)
     launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
+        if launcher != "basic" and not is_sweep:
+            raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
         if is_connected and launcher != "basic":
             raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
         settings = parse_config(cfg, settings_class, arguments, not is_sweep)

@@ -45,6 +45,7 @@ def start_accelerator(
         # arguments keep the process group alive forever. gloo's threads can then abort the process when it exits.
         importlib.import_module("torch.distributed.nn.functional")
     prepare_job()
+    compare_with_launcher(precision)
     check_gpus()
     # Counted before accelerate, which may bind the process to the cores of its GPU.
     num_cores, num_visible = cores_per_process(), visible_cores()
@@ -164,8 +165,33 @@ def visible_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def compare_with_launcher(precision: str) -> None:
+    """Warn about settings of `accelerate launch` and its configuration file that this project has keys for, and ignores.
+
+    Raises UserError if accelerate would divide the network among processes.
+    """
+    ours = {
+        "MIXED_PRECISION": ("train.precision or sampling.precision", ("no", precision)),
+        "GRADIENT_ACCUMULATION_STEPS": ("train.grad_accum_steps", ("1",)),
+        "DYNAMO_BACKEND": ("machine.compile", ("no",)),
+    }
+    for name, (key, agreeing) in ours.items():
+        if (told := os.environ.get(f"ACCELERATE_{name}", agreeing[0]).lower()) not in agreeing:
+            log.warning("accelerate's %s=%s has no effect: set %s", name.lower(), told, key)
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise UserError(f"accelerate was launched with {name}, but this project supports only DDP; launch it without")
+
+
 def warn_about_slurm(num_visible: int) -> None:
-    """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on."""
+    """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on.
+
+    Also warn if srun started several tasks that do not know of each other, which can be meant.
+    """
+    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if num_tasks.isdecimal() and int(num_tasks) > 1 and "RANK" not in os.environ:
+        remedy = "for a common run, set RANK, LOCAL_RANK and WORLD_SIZE as docs/speed_and_clusters.md does"
+        log.warning("srun started %s tasks, and each of them works alone: %s", num_tasks, remedy)
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if asked.isdecimal() and int(asked) > num_visible:
         remedy = "give srun --cpus-per-task, or export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job's script"

@@ -623,6 +623,8 @@ def test_keys_cannot_be_removed_and_hydras_own_hints_stay(monkeypatch, capsys):
     for argument, words in (
         ("~train.lr", "~train.lr: every key has a value, so none can be removed; write train.lr=<value>"),
         ("~guidance", "write guidance=<value>"),
+        ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm starts jobs only with -m"),
+        ("hydra/launcher=joblib", "starts jobs only with -m, and without it, this shell would do the work"),
         ("hydra.job.env_set.A=1", "To append to your config use +hydra.job.env_set.A=1"),
     ):
         with pytest.raises(SystemExit) as left:

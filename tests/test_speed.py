@@ -310,6 +310,44 @@ def test_a_task_of_slurm_with_fewer_cores_than_the_job_asks_for_gets_a_warning(m
     assert "srun --cpus-per-task=$SLURM_CPUS_PER_TASK" in (REPOSITORY / "docs" / "speed_and_clusters.md").read_text()
 
 
+def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch, caplog):
+    for rank, num_tasks, is_warned in (("0", "2", False), (None, "1", False), (None, "2", True)):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", num_tasks)
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        machine.warn_about_slurm(1)
+        assert ("srun started 2 tasks, and each of them works alone" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [
+        ("MIXED_PRECISION", "bf16", "train.precision or sampling.precision"),
+        ("MIXED_PRECISION", "fp8", "train.precision or sampling.precision"),
+        ("GRADIENT_ACCUMULATION_STEPS", "2", "train.grad_accum_steps"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "machine.compile"),
+        ("MIXED_PRECISION", "no", None),
+        ("GRADIENT_ACCUMULATION_STEPS", "1", None),
+        ("DYNAMO_BACKEND", "NO", None),
+        ("USE_FSDP", "false", None),
+    ],
+)
+def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, value, key):
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    machine.compare_with_launcher("fp32")
+    expected = f"accelerate's {name.lower()}={value.lower()} has no effect: set {key}"
+    assert caplog.messages == ([expected] if key else [])
+    caplog.clear()
+    machine.compare_with_launcher("bf16")  # as the launcher was told
+    assert bool(caplog.messages) == (key is not None and value != "bf16")
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_ways_to_divide_the_network_are_refused(monkeypatch, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(UserError, match=f"launched with {name}, but this project supports only DDP"):
+        machine.compare_with_launcher("fp32")
+
+
 def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, monkeypatch):
     saved, train_step = [], Trainer.train_step
 

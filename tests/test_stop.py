@@ -1,9 +1,13 @@
 """A signal asks a run to stop, a second one ends it. Runs notice signals of other processes and the launcher's end."""
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -121,3 +125,56 @@ def test_an_interrupted_training_of_a_detector_does_not_promise_a_resume(monkeyp
     with pytest.raises(SystemExit) as ended:
         prepare_latents.detector("images.npz", str(tmp_path / "set.safetensors"), cpu_threads=1)
     assert ended.value.code == 130 and capsys.readouterr().err.endswith("stopped; nothing was written\n")
+
+
+def test_a_preempted_job_of_submitit_waits_until_slurm_kills_it(monkeypatch):
+    slept = []
+    monkeypatch.setattr(stop_module.time, "sleep", slept.append)
+    for executor, signum, waits in (
+        ("slurm", signal.SIGTERM, True),
+        ("slurm", signal.SIGUSR2, False),  # submitit requeues after this one
+        ("slurm", None, False),
+        ("local", signal.SIGTERM, False),
+        (None, signal.SIGTERM, False),
+    ):
+        monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+        if executor is not None:
+            monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+        slept.clear()
+        stop_module.wait_to_be_killed(signum)
+        assert slept == ([30 * 60] if waits else [])
+
+
+# Stand-ins for Slurm's commands. Slurm gives the tasks of a step their numbers, and splits srun's own arguments off.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for task in $(seq 0 $((SLURM_NTASKS - 1))); do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & tasks="$tasks $!"; done
+for task in $tasks; do wait $task || exit $?; done
+"""
+
+
+def test_the_script_for_slurm_on_the_page_starts_one_run_of_all_tasks(tmp_path):
+    page = (REPOSITORY / "docs" / "speed_and_clusters.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    own = " ".join([*TINY, "name=run", f"output_dir={tmp_path}", "train.num_steps=2", "machine.cpu_threads=1"])
+    for line, replacement in (
+        ("source .venv/bin/activate", ""),
+        ("python train.py experiment=table2_dit_xl2_tread data.num_workers=4", f"{sys.executable} train.py {own}"),
+    ):
+        assert script.count(line) == 1
+        script = script.replace(line, replacement)
+    for name, content in {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    with socket.socket() as found:  # a free port, from which the script's formula gets the number of the job
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    job = {"SLURM_JOB_ID": str(port - 10000), "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_NODELIST": "n1"}
+    script = script.replace("% 20000", "% 60000")
+    env = {**os.environ, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert [start["num_processes"] for start in starts] == [2] and metrics(tmp_path / "run")[-1]["step"] == 2
+    assert "works alone" not in done.stderr

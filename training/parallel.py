@@ -15,17 +15,12 @@ from configs.schema import Train, TrainConfig
 from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
 
 
-def check_processes(train: Train, num_processes: int, launched_as: str) -> None:
-    """Check that the trainer supports the number of processes and accelerate's distributed_type.
-
-    Raises UserError if the global batch cannot be divided into equal micro-batches, or if accelerate would shard the model.
-    """
+def check_processes(train: Train, num_processes: int) -> None:
+    """Raise UserError if the global batch cannot be divided among the processes into equal micro-batches."""
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:
         divisor = f"{num_processes} processes x train.grad_accum_steps={train.grad_accum_steps} = {parts} parts"
         raise UserError(f"train.batch_size={train.batch_size} is not divisible by {divisor}")
-    if launched_as in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise UserError(f"accelerate was launched with {launched_as}, but this trainer supports only DDP; launch it without")
 
 
 def prepare(accelerator: Accelerator, cfg: TrainConfig, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:

@@ -37,6 +37,16 @@ def call_previous_handler(signum: int | None) -> None:
         handler(signum, None)
 
 
+def wait_to_be_killed(signum: int | None) -> None:
+    """Wait after SIGTERM in submitit's jobs on Slurm, which sends it some time before it kills a job.
+
+    Slurm requeues a preempted job that it killed, but counts one that ended by itself as complete.
+    """
+    if signum == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        log.warning("the run is saved; waiting until Slurm ends this job, and requeues it if it was preempted")
+        time.sleep(STOP_TIMEOUT.total_seconds())
+
+
 class StopSignal:
     """A signal handler that tells every process consistently whether to stop training.
 
