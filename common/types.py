@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
+import os
 import re
 from typing import Annotated
 
@@ -32,6 +34,11 @@ def _short(text: str) -> str:
     """Reject text that no file system accepts as a path. Libraries would raise errors without the name of the key."""
     if len(text.encode()) >= 4096 or any(len(name.encode()) > MAX_NAME_BYTES for name in text.split("/")):
         raise ValueError(f"{text[:20]}... is longer than {MAX_NAME_BYTES} bytes between two slashes, or than 4095 bytes")
+    try:
+        os.stat(text)
+    except OSError as e:
+        if e.errno == errno.ELOOP:  # `Path.resolve` would raise RuntimeError
+            raise ValueError(f"{text} leads through links that form a loop") from e
     return text
 
 

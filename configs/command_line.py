@@ -125,8 +125,6 @@ def explain_error(error: Exception, config_name: str | None = None) -> str | Non
     """Return the message for the user that explains a user error, or None for any other error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of Path.resolve before Python 3.13
-        return str(error)
     if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return None
     return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name or "config")

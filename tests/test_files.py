@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from conftest import file_size_limit, make_shard, wait_for
 from forked import Command
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
 from checkpoints.run import RunFolder
@@ -25,6 +27,8 @@ from common.errors import UserError
 from common.files import write_atomically
 from common.images import list_images
 from evaluations.images import open_images, write_npz
+from latents.prepare.convert import ConvertConfig
+from latents.prepare.encode import EncodeConfig
 from latents.shards import LatentDataset
 
 
@@ -52,6 +56,16 @@ def test_a_full_disk_is_named_with_the_file_and_the_free_space_and_leaves_nothin
     with file_size_limit(100), pytest.raises(UserError, match=words):
         WRITERS[name](tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text().startswith('{"step": 1}\n')
+
+
+def test_paths_that_are_empty_or_lead_through_a_loop_of_links_are_refused(tmp_path):
+    (loop := tmp_path / "loop").symlink_to("loop")
+    for kind, keys in ((EncodeConfig, ("images", "output", "latents_stats")), (ConvertConfig, ("path", "output"))):
+        hints = get_type_hints(kind, include_extras=True)
+        for path, words in (("", "at least 1 character"), (str(loop), "form a loop"), (f"{loop}/a/b", "form a loop")):
+            for key in keys:
+                with pytest.raises(ValidationError, match=words):
+                    TypeAdapter(hints[key]).validate_python(path)
 
 
 def test_a_full_disk_keeps_nobody_from_a_lock_and_hides_no_other_error(tmp_path):
