@@ -123,8 +123,9 @@ def leave_processes() -> None:
 
 def explain_error(error: Exception, config_name: str | None = None) -> str | None:
     """Return the message for the user that explains a user error, or None for any other error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_launching = frame.f_globals.get("__name__", "").partition(".")[0] in LAUNCHING
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # OmegaConf works for Hydra or for our code.
+    is_launching = next((package for package in reversed(packages) if package != "omegaconf"), "") in LAUNCHING
     if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
         return None
     return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name or "config")

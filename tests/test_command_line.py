@@ -624,11 +624,12 @@ def test_keys_cannot_be_removed_and_hydras_own_hints_stay(monkeypatch, capsys):
         ("~train.lr", "~train.lr: every key has a value, so none can be removed; write train.lr=<value>"),
         ("~guidance", "write guidance=<value>"),
         ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm starts jobs only with -m"),
+        ("hydra.sweeper.params={train.lr: '1,2'}", "error: "),
         ("hydra/launcher=joblib", "starts jobs only with -m, and without it, this shell would do the work"),
         ("hydra.job.env_set.A=1", "To append to your config use +hydra.job.env_set.A=1"),
     ):
         with pytest.raises(SystemExit) as left:
-            start(monkeypatch, lambda cfg: None, [argument])
+            start(monkeypatch, lambda cfg: None, ["-m", argument] if "sweeper" in argument else [argument])
         assert words in str(left.value)
 
 

@@ -620,6 +620,20 @@ def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(ed
     assert fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"] == from_npz  # the file names hold the labels
 
 
+def test_jpeg_files_against_others_are_said(fid, tmp_path, caplog):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
+    for suffix in ("jpg", "png", "JPEG"):
+        (tmp_path / suffix).mkdir()
+        for number, image in enumerate(pixels):
+            Image.fromarray(image).save(tmp_path / suffix / f"{number:02}.{suffix}")
+    words = "one set is JPEG and the other is not, which changes distances"
+    for images, reference, is_said in (("jpg", "png", True), ("png", "jpg", True), ("png", "png", False), ("jpg", "JPEG", False)):
+        caplog.clear()
+        sets = [f"images={tmp_path / images}", f"evaluation.reference={tmp_path / reference}", "evaluation.detector=digits"]
+        fid(f"{images}_{reference}", *sets, "evaluation.num_samples=20")
+        assert (words in caplog.text) == is_said
+
+
 def test_images_that_state_their_background_need_a_reference_with_the_same_one(fid, tmp_path):
     digits = open_images(REPOSITORY / "evaluations" / "digits_reference.npz")
     sets = {}
