@@ -854,10 +854,12 @@ def test_copies_are_counted_left_out_and_found_in_another_folder(images, tmp_pat
     folder = shutil.copytree(images, tmp_path / "images")
     for name in ("ant/copy.png", "bee/copy.png"):  # another file of the same pixels, also in another class
         Image.open(folder / "ant" / "00.png").save(folder / name, compress_level=1)
+    for name in ("ant/tiny.png", "bee/tiny.png"):  # equal images that can be read, but not be cropped
+        Image.new("RGB", (2, 2)).save(folder / name)
     caplog.set_level("INFO")
-    keep, skip = (encode(folder, tmp_path / name, "sd-vae:halved", f"duplicates={name}") for name in ("keep", "skip"))
+    keep, skip = (encode(folder, tmp_path / name, "sd-vae:halved", f"duplicates={name}", "on_error=skip") for name in ("keep", "skip"))
     assert "2 images are copies of earlier ones; duplicates=skip of encode leaves them out" in caplog.text
-    assert "40 of 42 images are used (part=all, duplicates=skip)" in caplog.text
+    assert "41 of 44 images are used (part=all, duplicates=skip)" in caplog.text
     assert json.loads((keep / "manifest.json").read_text())["notes"]["copies"] == 2 and len(LatentDataset(keep)) == 42
     dataset, clean = LatentDataset(skip), LatentDataset(encode(images, tmp_path / "clean", "identity", "resolution=16"))
     assert "copies" not in json.loads((skip / "manifest.json").read_text())["notes"]

@@ -49,14 +49,14 @@ class SourceImages:
         settings = dataset.settings
         labels = "none" if dataset.info.num_classes == 1 else "first_level"
         self._source = open_labelled_images(folder, labels)
-        left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
-        self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
         keys = ("background", "pad", "grey", "value_range")
         self._read = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
         part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
         if part != "all" or duplicates == "skip":
             numbers = range(len(self._source))
             self._source.choose(hash_images(self._source, self._read, numbers, torch.get_num_threads()), part, duplicates)
+        left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
+        self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
         self.names = self._source.names
         if len(self.names) != len(dataset):
             raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
