@@ -34,7 +34,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # with pytest -n, each worker get
     torch.set_num_threads(max(1, machine.visible_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 # Variables of the user, of a launcher or of Slurm that change what the tests do.
 FOREIGN = ["HYDRA_FULL_ERROR", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-FOREIGN += ["SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SUBMITIT_EXECUTOR", "TORCHELASTIC_RUN_ID"]
+FOREIGN += ["SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SUBMITIT_EXECUTOR", "TORCHELASTIC_RUN_ID"]
 # Arguments of `python` that launch one or two processes. `--cpu --num_processes 2` would start only one process. Backend: gloo.
 LAUNCH_1 = ["-m", "accelerate.commands.launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCH_1 += ["--num_processes=1"]

@@ -857,7 +857,9 @@ def test_copies_are_counted_left_out_and_found_in_another_folder(images, tmp_pat
     for name in ("ant/tiny.png", "bee/tiny.png"):  # equal images that can be read, but not be cropped
         Image.new("RGB", (2, 2)).save(folder / name)
     caplog.set_level("INFO")
-    keep, skip = (encode(folder, tmp_path / name, "sd-vae:halved", f"duplicates={name}", "on_error=skip") for name in ("keep", "skip"))
+    keep, skip = (
+        encode(folder, tmp_path / name, "sd-vae:halved", f"duplicates={name}", "on_error=skip") for name in ("keep", "skip")
+    )
     assert "2 images are copies of earlier ones; duplicates=skip of encode leaves them out" in caplog.text
     assert "41 of 44 images are used (part=all, duplicates=skip)" in caplog.text
     assert json.loads((keep / "manifest.json").read_text())["notes"]["copies"] == 2 and len(LatentDataset(keep)) == 42
