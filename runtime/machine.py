@@ -177,7 +177,7 @@ def compare_with_launcher(precision: str) -> None:
     }
     for name, (key, agreeing) in ours.items():
         if (told := os.environ.get(f"ACCELERATE_{name}", agreeing[0]).lower()) not in agreeing:
-            log.warning("accelerate's %s=%s has no effect: set %s", name.lower(), told, key)
+            log.warning("accelerate's %s=%s has no effect: %s counts", name.lower(), told, key)
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise UserError(f"accelerate was launched with {name}, but this project supports only DDP; launch it without")

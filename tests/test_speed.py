@@ -334,7 +334,7 @@ def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch,
 def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, value, key):
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
     machine.compare_with_launcher("fp32")
-    expected = f"accelerate's {name.lower()}={value.lower()} has no effect: set {key}"
+    expected = f"accelerate's {name.lower()}={value.lower()} has no effect: {key} counts"
     assert caplog.messages == ([expected] if key else [])
     caplog.clear()
     machine.compare_with_launcher("bf16")  # as the launcher was told
