@@ -152,9 +152,9 @@ def inspect(
     decoder, device = None, start_accelerator(cpu_threads).device
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
+    shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
     source = None if images is None else SourceImages(dataset, images)
-    problems = find_problems(dataset, sigma_data, source, decoder, device)
-    problems += [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
+    problems = find_problems(dataset, sigma_data, source, decoder, device) + shared
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         labels = [class_caption(label, dataset.class_names) for label in labels]

@@ -79,11 +79,11 @@ def evidence(
     show_tokens(equal_steps)
     if in_equal_time:
         show_guided(in_equal_time)
-    if complete_lines(in_equal_time):
+    if complete := complete_lines(in_equal_time):
         show_together(rated, in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
-        if complete := complete_lines(in_equal_time):
+        if complete:
             draw_guided(complete, Path(pictures))
 
 

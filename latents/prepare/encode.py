@@ -33,8 +33,8 @@ class EncodeConfig:
 
     images: Text  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
     output: Text  # folder for the shards
-    # `none` assigns all images to a single class. `first_level` accepts class folders whose subfolders look like classes, and
-    # tars of several parts of a data set.
+    # `auto` makes the folders that hold the images the classes. `first_level` makes the first level of folders the classes, and
+    # accepts tars of several parts of a data set. `none` assigns all images to a single class.
     labels: Literal["auto", "none", "first_level"] = "auto"
     # `validation` selects about one of 20 images and `train` selects the others. Equal images belong to the same part.
     part: Part = "all"

@@ -145,19 +145,20 @@ def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str
     `names` are the paths of the items' images, if they are known.
     """
     info, sums, not_finite, hashes, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
+    has_images = dataset.image_hashes is not None
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
         means = mean_and_log_variance(latents.float(), info.kind)[0]
-        hashes.append(hash_latents(means, "sample").numpy())
+        if not has_images:
+            hashes.append(hash_latents(means, "sample").numpy())
         constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
     if not_finite:
         yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
     if not sums.any():
         return
-    has_images = dataset.image_hashes is not None
     hashes = dataset.image_hashes if has_images else np.concatenate(hashes)
     yield from _check_repeats(dataset, hashes, constant, "images" if has_images else "latents", names)
     stored_mean, stored_std = mean_and_std(sums)
