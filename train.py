@@ -34,7 +34,6 @@ def main(cfg: TrainConfig) -> float | None:
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
-    from checkpoints.resume import check_initial, open_existing_run, select_initial_checkpoint, start_run
     from checkpoints.run import RunFolder
     from evaluations.record import lowest
     from runtime import processes
@@ -43,44 +42,39 @@ def main(cfg: TrainConfig) -> float | None:
     from training import build, saving, tracking
     from training.hooks import EvaluationHook
     from training.parallel import check_processes
-    from training.start import record_start
+    from training.start import plan_training, record_start
     from training.stop import call_previous_handler, wait_to_be_killed
     from training.trainer import Trainer
 
-    # Check the configuration, the data and the initial checkpoint before any slow work.
+    # Check the configuration, the data and the checkpoints before any slow work.
     if cfg.diffusion.name == "ddpm":
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
     cfg, dataset = build.open_data(cfg)
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
     train, machine = cfg.train, cfg.machine
     accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)
-    processes.check_same(dataset.fingerprint, "data.path", dataset.path)
     check_processes(train, accelerator.num_processes)
     check_machine(cfg, accelerator.device, accelerator.num_processes)
-    processes.on_main(lambda: tracking.check_login(cfg.wandb.mode))
+    validation = build.open_validation(cfg, dataset)
     run = RunFolder(cfg.output_dir, cfg.name)
-    initial = select_initial_checkpoint(run, cfg.init_from, cfg.init_state, partial(check_initial, cfg=cfg))
-    if initial is not None:
-        check_initial(initial, cfg)
-    newest = open_existing_run(run, cfg)
-    processes.on_main(lambda: tracking.check_folder(run, cfg.wandb.mode))
+    plan = processes.on_main(partial(plan_training, cfg, run, dataset))
+    processes.check_same(*plan.seen(dataset, validation))
 
     # Build the network and everything that needs it.
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
     ema = build.build_ema(train, net)
-    hooks = build.build_hooks(cfg, ema, run, dataset, accelerator)
+    hooks = build.build_hooks(cfg, plan, ema, run, validation, accelerator)
     alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
-    if newest is None:  # only now, so that an error in the settings leaves no folder behind
-        start_run(run, cfg)
+    trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
 
     # Load the checkpoint, and train.
-    trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
-    if newest is not None:
-        saving.resume(trainer, newest)
-    elif initial is not None:
-        saving.init_from(trainer, initial, cfg.init_state)
-    processes.on_main(lambda: record_start(trainer, run, newest, initial))
+    if plan.newest is not None:
+        saving.resume(trainer, plan.newest)
+    elif plan.initial is not None:
+        saving.init_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
+    processes.on_main(partial(record_start, trainer, run, plan))
+    processes.check_new_file("output_dir", run.lock_file)
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()

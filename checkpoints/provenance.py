@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from checkpoints.store import hash_checkpoint
+from checkpoints.checkpoint import Checkpoint
 from common.files import REPOSITORY
 from configs.compose import job_overrides
 
@@ -24,7 +24,7 @@ GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on
 
 
 def describe_start(
-    accelerator: Accelerator, step: int, resumed: bool, changed: Sequence[str] = (), initial: Path | None = None
+    accelerator: Accelerator, step: int, resumed: bool, changed: Sequence[str] = (), initial: Checkpoint | None = None
 ) -> dict[str, object]:
     """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not.
 
@@ -44,7 +44,7 @@ def describe_start(
         "python": platform.python_version(),
     }
     start |= {"changed": [*changed]} if changed else {}
-    return start | ({"init_from": {"checkpoint": str(initial.resolve()), "hash": hash_checkpoint(initial)}} if initial else {})
+    return start | ({"init_from": {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}} if initial else {})
 
 
 def command_of_run() -> list[str]:

@@ -1,38 +1,41 @@
-"""Select and check the checkpoint from which a run starts or resumes. The main process selects it for all processes."""
+"""Select and check the checkpoint from which a run starts or resumes. Only the main process calls these functions."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.load import load_config, load_run_config
+from checkpoints.checkpoint import Checkpoint, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
 from routing_module import num_kept_tokens
-from runtime.processes import check_shared, on_main
 
 log = logging.getLogger(__name__)
 
-Check = Callable[[Path], object]  # raises UserError if the settings of a checkpoint do not fit the run
+Check = Callable[[Checkpoint], object]  # raises UserError if the settings of a checkpoint do not fit the run
 
 
-def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Path | None:
+def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
 
     Return None if the folder does not exist or contains no checkpoint. `start_run` then starts the run.
+
+    Raises UserError if the run has no checkpoint, and a route carries no token.
     """
-    if not on_main(run.path.exists):
-        return None
-    on_main(run.open)
-    newest = select_resume_checkpoint(run, cfg.resume, partial(refuse_other_settings, cfg=cfg))
-    if newest is not None:
+    newest = None
+    if run.path.exists():
+        run.open()
+        newest = select_resume_checkpoint(run, cfg.resume, partial(refuse_other_settings, cfg=cfg))
+    if newest is None:
+        check_routes(cfg)
+    else:
         check_resume(newest, cfg)
-        on_main(run.has_saved.touch)  # a save that was killed may have left a checkpoint without this mark
+        run.has_saved.touch()  # a save that was killed may have left a checkpoint without this mark
     return newest
 
 
@@ -42,27 +45,20 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
     with other settings, or of one whose checkpoints are gone, are renamed.
 
-    Raises UserError if a route carries no token, if another process has trained the run since `open_existing_run` looked for it,
-    or if another process of this run does not see the folder.
+    Raises UserError if another process has trained the run since `open_existing_run` looked for it.
     """
-    check_routes(cfg)
-
-    def open_and_rename() -> None:
-        run.open()
-        if store.list_steps(run.checkpoints):
-            raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
-        reason = "a run with other settings"
-        with contextlib.suppress(UserError):  # the file is not a configuration
-            if run.config.exists() and not schema.differences(load_run_config(run.path), cfg):
-                if (last := run.reached_checkpoint()) is None:
-                    return
-                reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
-        if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):
-            run.rename_results(reason)
-        run.has_saved.unlink(missing_ok=True)
-
-    on_main(open_and_rename)
-    check_shared(run.lock_file, "output_dir", is_new=True)
+    run.open()
+    if store.list_steps(run.checkpoints):
+        raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
+    reason = "a run with other settings"
+    with contextlib.suppress(UserError):  # the file is not a configuration
+        if run.config.exists() and not schema.differences(read_config(run.path), cfg):
+            if (last := run.reached_checkpoint()) is None:
+                return
+            reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
+    if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):
+        run.rename_results(reason)
+    run.has_saved.unlink(missing_ok=True)
 
 
 def check_routes(cfg: schema.TrainConfig) -> None:
@@ -79,90 +75,70 @@ def check_before_hashing(source: Path, check: Check) -> None:
 
     Only its small files are verified. If one is damaged, the checkpoint is left out, as the later verification names the problem.
     """
-    for checkpoint in (source, *reversed(store.list_steps(source / "checkpoints").values())):
+    for folder in (source, *reversed(store.list_steps(source / "checkpoints").values())):
         with contextlib.suppress(UserError):
-            store.verify(checkpoint, ())
+            store.verify(folder, ())
             break
     else:
         return
-    check(checkpoint)
+    check(read_checkpoint(folder))
 
 
-def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda checkpoint: None) -> Path | None:
+def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda checkpoint: None) -> Checkpoint | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if `check` does.
     """
 
-    def refuse_imported_and_check(checkpoint: Path) -> None:
-        if source := store.imported_from(checkpoint):
+    def refuse_imported_and_check(checkpoint: Checkpoint) -> None:
+        if source := checkpoint.imported_from:
             remedy = f"start another run from its weights: name=<another> init_from={run.path}"
-            raise UserError(f"{checkpoint} was imported from {source}: it has no optimizer to resume with; {remedy}")
+            raise UserError(f"{checkpoint.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
         check(checkpoint)
 
-    def decide() -> Path | None:
-        if resume == "never" and store.list_steps(run.checkpoints):
-            raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-        check_before_hashing(run.path, refuse_imported_and_check)
-        newest, problems = store.verify_newest(run.checkpoints)
-        if newest is None and problems:
-            raise UserError(
-                f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
-                f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
-            )
-        for folder, problem in problems.items():
-            log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
-        return newest
-
-    return _decide_on_main(decide, "output_dir")
+    if resume == "never" and store.list_steps(run.checkpoints):
+        raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
+    check_before_hashing(run.path, refuse_imported_and_check)
+    newest, problems = find_newest(run.checkpoints)
+    if newest is None and problems:
+        raise UserError(
+            f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
+            f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+        )
+    for folder, problem in problems.items():
+        log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
+    return newest
 
 
-def select_initial_checkpoint(
-    run: RunFolder, init_from: str | None, init_state: str, check: Check = lambda checkpoint: None
-) -> Path | None:
-    """Return the verified checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
+def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
+    """Return the checked checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
 
-    With init_state=weights, only the weights need to exist and are checked. The raw weights may be missing. If `init_from` is a
+    With init_state=weights, only the weights need to exist and are verified. The raw weights may be missing. If `init_from` is a
     run that has newer checkpoints than at an earlier start of this run, the checkpoint of the earlier start is used.
     """
-
-    def decide() -> Path | None:
-        if store.list_steps(run.checkpoints):
-            log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", init_from)
-            return None
-        source, raw = run.earlier_initial_checkpoint(Path(init_from)), store.WEIGHTS["raw"]
-        check_before_hashing(source, check)
-        folder = store.resolve_checkpoint(source, "init_from", None if init_state == "all" else [store.WEIGHTS["ema"]])
-        if init_state == "all":
-            return folder
-        if (folder / raw).exists():
-            store.verify(folder, [raw])
-        else:
-            log.warning("init_from=%s has no %s: the raw weights also start from the EMA", init_from, raw)
-        return folder
-
-    return None if init_from is None else _decide_on_main(decide, "init_from")
+    if cfg.init_from is None:
+        return None
+    if store.list_steps(run.checkpoints):
+        log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
+        return None
+    source, raw = run.earlier_initial_checkpoint(Path(cfg.init_from)), store.WEIGHTS["raw"]
+    check_before_hashing(source, partial(check_initial, cfg=cfg))
+    checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
+    if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
+        store.verify(checkpoint.path, [raw])
+    elif cfg.init_state == "weights":
+        log.warning("init_from=%s has no %s: the raw weights also start from the EMA", cfg.init_from, raw)
+    check_initial(checkpoint, cfg)
+    return checkpoint
 
 
-def resolve_checkpoint_on_main(path: str, key: str, reads: Collection[str]) -> Path:
-    """Call `store.resolve_checkpoint` in the main process, because others could find another checkpoint while a run trains."""
-    return _decide_on_main(lambda: store.resolve_checkpoint(Path(path), key, reads), key)
-
-
-def _decide_on_main(decide: Callable[[], Path | None], key: str) -> Path | None:
-    folder = on_main(decide)
-    if folder is not None:
-        check_shared(folder / store.MANIFEST, key)
-    return folder
-
-
-def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Check that a run can start from the verified checkpoint that init_from names.
+def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
+    """Check that a run can start from the checkpoint that init_from names.
 
     Both models must use the same module of `schema.NETWORKS`, but their routes may differ. The UserError lists the keys that may
     not differ. With init_state=all, the checkpoint also needs an optimizer, and the run needs steps that remain.
     """
-    stored, step, source = load_config(checkpoint), store.read_step(checkpoint), store.imported_from(checkpoint)
+    stored, step, source = checkpoint.config, checkpoint.step, checkpoint.imported_from
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
@@ -175,19 +151,19 @@ def check_initial(checkpoint: Path, cfg: schema.TrainConfig) -> None:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
 
 
-def check_resume(checkpoint: Path, cfg: schema.TrainConfig) -> None:
-    """Check that a run with the configuration `cfg` can resume from a verified checkpoint, and log changes of resume=changed."""
+def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
+    """Check that a run with the configuration `cfg` can resume from a checkpoint, and log changes of resume=changed."""
     refuse_other_settings(checkpoint, cfg)
-    for line in changes_on_resume(load_config(checkpoint), cfg):
+    for line in changes_on_resume(checkpoint.config, cfg):
         log.warning("resumed with a changed setting: %s", line)
 
 
-def refuse_other_settings(checkpoint: Path, cfg: schema.TrainConfig) -> None:
+def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
-    stored = load_config(checkpoint)
+    stored = checkpoint.config
     fixed, changed = schema.differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
     if fixed or (changed and cfg.resume != "changed"):
-        problem = f"{checkpoint} belongs to a run with different settings: {'; '.join([*fixed, *changed])}"
+        problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join([*fixed, *changed])}"
         remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
         raise UserError(f"resume: {problem}. {remedy}")
 

@@ -20,6 +20,7 @@ from common.files import (
     lock_file,
     make_folder,
     read_lines,
+    read_yaml,
     refuse_link,
     regular_file,
     remove_leftovers,
@@ -105,7 +106,7 @@ class RunFolder:
         if self.starts.exists() or any((step / store.MANIFEST).exists() for step in store.list_steps(self.checkpoints).values()):
             return True
         with contextlib.suppress(UserError):  # the file is missing, or is not a configuration
-            return {"data", "model", "diffusion", "train", "checkpoint"} <= store.read_config(self.path).keys()
+            return {"data", "model", "diffusion", "train", "checkpoint"} <= read_yaml(self.config).keys()
         return False
 
     def _others(self) -> Iterator[Path]:

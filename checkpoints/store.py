@@ -29,13 +29,10 @@ from torch import Tensor
 from common.errors import UserError, as_user_error
 from common.files import (
     FORMAT,
-    check_format,
     describe_write_error,
     hash_bytes,
     hash_file,
-    is_leftover,
     read_json,
-    read_yaml,
     regular_file,
     remove_leftovers,
 )
@@ -52,21 +49,18 @@ _STEP = re.compile(r"step_(\d{7,})")
 
 
 @dataclass
-class Checkpoint:
-    """The contents of a checkpoint. `load` memory-maps the tensors, so callers must copy the tensors and never modify them."""
+class Tensors:
+    """The tensors of a checkpoint. `load` memory-maps them, so callers must copy the tensors and never modify them."""
 
-    step: int  # number of completed optimizer steps
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
     optimizer: dict  # {"state": {parameter name: tensors}}, or {} for imported weights
-    state: dict  # other trainer state as JSON values
-    config: dict  # the run's resolved configuration
     projector: dict[str, Tensor] | None = None  # present only with alignment
     tracked_ema: dict[str, Tensor] | None = None  # present only with train.ema_lengths
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all tensors. The other contents of a checkpoint take only kilobytes."""
+        """Return the size of all tensors. The other files of a checkpoint take only kilobytes."""
         moments = (value for state in self.optimizer.get("state", {}).values() for value in state.values())
         tensors = [*self.model.values(), *self.ema.values(), *(self.projector or {}).values(), *(self.tracked_ema or {}).values()]
         return sum(x.nbytes for x in (*tensors, *moments) if isinstance(x, Tensor))
@@ -83,20 +77,25 @@ def list_steps(root: Path) -> dict[int, Path]:
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
 
-def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) -> Path:
-    """Save `checkpoint` in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
+def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
+    """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
 
     If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
 
+    Args:
+        step: Number of completed optimizer steps.
+        state: Other state of the trainer, as JSON values.
+        config: The run's resolved configuration.
+
     Raises UserError if writing fails, for example because the disk is full. Earlier checkpoints then remain intact.
     """
-    final = root / folder_name(checkpoint.step)
+    final = root / folder_name(step)
     temporary = root / f".tmp_{final.name}"
     try:
         remove_leftovers(root)
         _delete_old(root, keep_last, keep_every)
         temporary.mkdir(parents=True)
-        _write_files(temporary, checkpoint)
+        _write_files(temporary, tensors, {"step": step} | state, config)
         if final.exists():  # the run resumed from an earlier step and replaces this folder
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
@@ -104,7 +103,7 @@ def save(root: Path, checkpoint: Checkpoint, keep_last: int, keep_every: int) ->
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError if the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
-        problem = describe_write_error(final, e, checkpoint.num_bytes)
+        problem = describe_write_error(final, e, tensors.num_bytes)
         raise UserError(f"cannot write the checkpoint {final}: {problem}; intact before it: {kept}") from e
     _delete_old(root, keep_last, keep_every)
     return final
@@ -119,17 +118,17 @@ def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
 
 
-def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
+def _write_files(folder: Path, tensors: Tensors, state: dict, config: dict) -> None:
     """Write the checkpoint's files, then the manifest with the file sizes and hashes, and flush everything to disk."""
     with open(folder / "optimizer.pt", "wb") as file:  # torch.save with a path does not report a failed final write
-        torch.save(checkpoint.optimizer, file)
+        torch.save(tensors.optimizer, file)
     for name in ("model", "ema", *OPTIONAL):
-        if (tensors := getattr(checkpoint, name)) is not None:
+        if (named := getattr(tensors, name)) is not None:
             file = folder / f"{name}.safetensors"
-            save_file({key: value.contiguous() for key, value in tensors.items()}, file)
+            save_file({key: value.contiguous() for key, value in named.items()}, file)
             shutil.copymode(folder / "optimizer.pt", file)  # safetensors makes files readable only by their owner
-    (folder / "state.json").write_text(json.dumps({"step": checkpoint.step} | checkpoint.state, indent=1), encoding="utf-8")
-    (folder / "config.yaml").write_text(config_text(checkpoint.config), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (folder / "config.yaml").write_text(config_text(config), encoding="utf-8")
     files = sorted(folder.iterdir())
     manifest = {file.name: {"size": file.stat().st_size, "blake2b": hash_file(file)} for file in files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -189,42 +188,18 @@ def verify(folder: Path, reads: Collection[str] | None = None) -> None:
                     raise UserError(f"{file} is missing")
                 if hash_file(file) != digest:
                     raise UserError(f"{file} is truncated or altered: its hash is not the one in {MANIFEST}")
-    step = read_step(folder)
+    step = read_state(folder)["step"]
     if _STEP.fullmatch(folder.name) and folder.name != folder_name(step):
         raise UserError(f"{folder} holds step {step}: it was renamed. Its name must be {folder_name(step)}")
 
 
-def _read_state(folder: Path) -> dict:
+def read_state(folder: Path) -> dict:
+    """Return the contents of state.json: `step`, and what `save` stored as `state`."""
     with as_user_error(folder / "state.json"):
         state = read_json(folder / "state.json")
         if not isinstance(state, dict) or type(state.get("step")) is not int:
             raise ValueError("it holds no whole number as step")
         return state
-
-
-def read_step(folder: Path) -> int:
-    return _read_state(folder)["step"]
-
-
-def read_data_hash(folder: Path) -> str | None:
-    """Return the fingerprint of the latents that a checkpoint was trained on, or None if it is unknown."""
-    return _read_state(folder).get("data")
-
-
-def read_class_names(folder: Path) -> list[str] | None:
-    """Return the class names that a checkpoint stores, or None if they are unknown."""
-    return _read_state(folder).get("class_names")
-
-
-def imported_from(folder: Path) -> str | None:
-    """Return the source of imported weights, which have no optimizer, or None for a checkpoint from a training run."""
-    return _read_state(folder).get("imported_from")
-
-
-def find_run(folder: Path) -> Path | None:
-    """Return the run folder that contains a checkpoint, or None if the checkpoint is not in a folder named checkpoints."""
-    parent = folder.resolve().parent
-    return parent.parent if parent.name == "checkpoints" else None
 
 
 def hash_checkpoint(folder: Path) -> str:
@@ -235,15 +210,8 @@ def hash_checkpoint(folder: Path) -> str:
 
 
 def config_text(config: dict) -> str:
-    """Return the text of a config.yaml, which `read_config` reads."""
+    """Return the text of a config.yaml, which `checkpoints.checkpoint.read_config` reads."""
     return OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT} | config))
-
-
-def read_config(folder: Path) -> dict:
-    """Return the resolved training configuration that a checkpoint or a run stores. Refuse other formats than FORMAT."""
-    config = read_yaml(file := folder / "config.yaml")
-    check_format(config, file)
-    return config
 
 
 def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
@@ -253,24 +221,24 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
         return load_file(regular_file(file))
 
 
-def load(folder: Path) -> Checkpoint:
-    """Load a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    checkpoint, listed = load_initial(folder), read_listed_hashes(folder)
+def load(folder: Path) -> Tensors:
+    """Load the tensors of a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
+    tensors, listed = load_initial(folder), read_listed_hashes(folder)
     with as_user_error(file := folder / "optimizer.pt"):
-        checkpoint.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(checkpoint.optimizer, dict):
+        tensors.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(tensors.optimizer, dict):
             raise ValueError("it holds no state of an optimizer")
     for name in OPTIONAL:
         with as_user_error(file := folder / f"{name}.safetensors"):
-            setattr(checkpoint, name, load_file(regular_file(file)) if file.name in listed else None)
-    return checkpoint
+            setattr(tensors, name, load_file(regular_file(file)) if file.name in listed else None)
+    return tensors
 
 
-def load_initial(folder: Path) -> Checkpoint:
+def load_initial(folder: Path) -> Tensors:
     """Load the weights with which another run starts. If a checkpoint has no raw weights, use its EMA for both."""
-    state, ema = _read_state(folder), load_weights(folder, "ema")
+    ema = load_weights(folder, "ema")
     model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)
-    return Checkpoint(state.pop("step"), model, ema, {}, state, read_config(folder))
+    return Tensors(model, ema, optimizer={})
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
@@ -282,91 +250,6 @@ def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Te
         sides = [f"{list(side[name].shape)} {side[name].dtype}" if name in side else "missing" for side in (given, like)]
         if sides[0] != sides[1]:
             raise UserError(f"{file}: {name} is {sides[0]} in the file and {sides[1]} in this network")
-
-
-def verify_all(root: Path, reads: Collection[str] | None = None) -> list[Path]:
-    """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile.
-
-    Damaged checkpoints are left out with a warning, unless all are damaged. Raises UserError on disk errors. `reads` lists the
-    files that must be intact (see `verify`).
-    """
-    intact, problems = [], []
-    for path in list_steps(root).values():
-        try:
-            verify(path, reads)
-            intact.append(path)
-        except UserError as e:
-            if not path.exists():
-                log.warning("%s was removed while it was read; it is left out", path)
-            elif isinstance(e.__cause__, OSError):
-                raise
-            else:
-                problems.append(e)
-    if problems and not intact:
-        raise problems[0]
-    for problem in problems:
-        log.warning("%s; it is left out", problem)
-    return intact
-
-
-def verify_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raises UserError on disk errors.
-
-    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `reads` lists the files that must
-    be intact (see `verify`). Warn of newer checkpoints that `list_steps` does not find, because their folders were renamed.
-    """
-    problems: dict[Path, str] = {}
-    while left := [path for path in list_steps(root).values() if path not in problems]:
-        try:
-            verify(left[-1], reads)
-            warn_of_renamed(root, read_step(left[-1]))
-            return left[-1], problems
-        except UserError as e:
-            if not left[-1].exists():
-                log.warning("%s was removed while it was read; looking for the next newest", left[-1])
-            elif isinstance(e.__cause__, OSError):
-                raise
-            else:
-                problems[left[-1]] = str(e)
-    warn_of_renamed(root, -1)
-    return None, problems
-
-
-def warn_of_renamed(root: Path, newest_step: int) -> None:
-    """Warn of checkpoints in `root` with a step above `newest_step` whose folders do not have the name of a checkpoint."""
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if _STEP.fullmatch(folder.name) or is_leftover(folder.name) or not (folder / MANIFEST).exists():
-            continue
-        with contextlib.suppress(UserError):  # a damaged state.json
-            if (step := read_step(folder)) > newest_step:
-                message = "%s holds the later step %d and is not used, because its name is not %s"
-                log.warning(message, folder, step, folder_name(step))
-
-
-def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Path:
-    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint.
-
-    `reads` lists the files that the caller reads (see `verify`).
-    """
-    own_files = {*WEIGHTS.values(), *(f"{name}.safetensors" for name in OPTIONAL)}
-    if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
-        raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
-    if (folder / MANIFEST).exists():
-        try:
-            verify(folder, reads)
-        except UserError:
-            refuse_removed(folder)
-            raise
-        return folder
-    if not (folder / "checkpoints").is_dir():
-        what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{folder_name(400)}"
-        raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, problems = verify_newest(folder / "checkpoints", reads)
-    if newest is None:
-        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
-    for problem in problems.values():
-        log.warning("%s; using an earlier checkpoint", problem)
-    return newest
 
 
 def rename_damaged(folder: Path) -> Path:

@@ -393,7 +393,15 @@ def or_of_run(kind: type[Settings]) -> type[Settings]:
         return checked | None
 
     fields = {name: (accept_none(field), ...) for name, field in kind.__pydantic_fields__.items()}
-    return create_model(f"{kind.__name__}OrOfRun", __base__=kind, **fields)
+    return create_model(kind.__name__, __base__=kind, **fields)
+
+
+class MachineOrOfRun(or_of_run(Machine)):
+    pass
+
+
+class MeasuringOrOfRun(or_of_run(Measuring)):
+    pass
 
 
 class _Command(Settings):
@@ -401,7 +409,7 @@ class _Command(Settings):
 
     output: Text | None
     sampler: dict[str, Any]  # `of_run` checks these keys, because they depend on the run's diffusion
-    machine: or_of_run(Machine)
+    machine: MachineOrOfRun
 
     def of_run(self, run: TrainConfig, step: int) -> Any:
         """Return these settings with the run's value for every key that is None, as the run samples and evaluates at `step`.
@@ -468,7 +476,7 @@ class FidConfig(_Command):
     convert_to_rgb: bool
     sampling: SamplingFromCheckpoints
     guidance: Guidances | None = None
-    evaluation: or_of_run(Measuring)
+    evaluation: MeasuringOrOfRun
 
     def of_run(self, run: TrainConfig, step: int) -> FidConfig:
         values = dict(run.evaluation) | {"num_samples": run.evaluation.num_samples_at(step, run.train.num_steps)}

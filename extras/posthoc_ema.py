@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.checkpoint import Checkpoint
 from checkpoints.run import SNAPSHOTS
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file, regular_file
@@ -49,16 +49,16 @@ def list_snapshots(run: Path | None) -> dict[int, Path]:
     return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
-def fit_snapshots(folder: Path, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
+def fit_snapshots(checkpoint: Checkpoint, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
     """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `fit_profile`."""
-    step, lengths = store.read_step(folder), load_config(folder).train.ema_lengths
-    files = {t: file for t, file in list_snapshots(store.find_run(folder)).items() if t < step}
-    files[step] = folder / f"{TRACKED_EMA}.safetensors"
+    step, lengths = checkpoint.step, checkpoint.config.train.ema_lengths
+    files = {t: file for t, file in list_snapshots(checkpoint.run).items() if t < step}
+    files[step] = checkpoint.path / f"{TRACKED_EMA}.safetensors"
     return files, lengths, *fit_profile([(t, x) for t in files for x in lengths], (step, length))
 
 
-def check_and_hash(folder: Path, weights: str, length: float) -> str:
-    """Check that an EMA of this length can be computed for a verified checkpoint.
+def check_and_hash(checkpoint: Checkpoint, weights: str, length: float) -> str:
+    """Check that an EMA of this length can be computed for a checkpoint.
 
     Returns:
         A hash of the names of all files that the EMA is computed from.
@@ -66,13 +66,14 @@ def check_and_hash(folder: Path, weights: str, length: float) -> str:
     Raises:
         UserError: If the run tracked no averages around this length or saved too few snapshots, or if `weights` is not `ema`.
     """
+    folder = checkpoint.path
     if weights != "ema":
         raise UserError(f"sampling.ema_length={length:g} needs sampling.weights=ema, not {weights}")
     if f"{TRACKED_EMA}.safetensors" not in store.read_listed_hashes(folder):
         raise UserError(
             f"sampling.ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages"
         )
-    files, lengths, _, error = fit_snapshots(folder, length)
+    files, lengths, _, error = fit_snapshots(checkpoint, length)
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"sampling.ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
     if error > MAX_ERROR:
@@ -84,9 +85,9 @@ def check_and_hash(folder: Path, weights: str, length: float) -> str:
 
 @dataclass(frozen=True)
 class Average:
-    """An EMA of a chosen length for a verified checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`."""
+    """An EMA of a chosen length for a checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`."""
 
-    folder: Path
+    checkpoint: Checkpoint
     length: float
 
     def load(self) -> dict[str, Tensor]:
@@ -94,13 +95,13 @@ class Average:
         sums: dict[str, Tensor] = {}
 
         def add_up() -> list[str]:
-            files, lengths, factors, error = fit_snapshots(self.folder, self.length)
+            files, lengths, factors, error = fit_snapshots(self.checkpoint, self.length)
             message = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
             log.info(message, self.length, len(files), 100 * error)
             keys = [f"{length:g}" for length in lengths]
             for i, file in enumerate(files.values()):
                 with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
-                    if file.parent != self.folder and hash_file(file) != file.stem.rpartition("_")[2]:
+                    if file.parent != self.checkpoint.path and hash_file(file) != file.stem.rpartition("_")[2]:
                         raise ValueError("its hash differs from the one in its name; remove the file")
                     for key in f.keys():  # noqa: SIM118 (not a dict)
                         tracked, _, name = key.partition("/")
@@ -109,7 +110,7 @@ class Average:
             return list(sums)
 
         averages = {name: on_main(lambda name=name: sums[name]) for name in on_main(add_up)}
-        return store.load_weights(self.folder, "ema") | averages  # tensors that are not trained come from the EMA file
+        return store.load_weights(self.checkpoint.path, "ema") | averages  # tensors that are not trained come from the EMA file
 
 
 def fit_profile(tracked: list[tuple[int, float]], wanted: tuple[int, float]) -> tuple[list[float], float]:

@@ -28,6 +28,9 @@ class FileReader:
         # Python closes an evicted file when no thread uses it.
         self._open = functools.lru_cache(maxsize=MAX_OPEN_FILES)(lambda path: FileIO(regular_file(path)))
 
+    def __reduce__(self) -> tuple:
+        return FileReader, (self.files,)  # another process opens the files itself
+
     def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
         """Read file `number` at byte `offset` into `part`, uint8 [n]."""
         path = self.files[number]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -112,38 +112,52 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
 
 
-def check_shared(file: Path, key: str, is_new: bool = False) -> None:
-    """Check that all processes see the same `file`. One small file shows whether they share its folder.
+class Seen(NamedTuple):
+    """What this process sees at a path of the user. On all processes, it must be the same."""
 
-    If the main process has just written the file (`is_new`), the others wait until their file system shows it, up to
-    `NEW_FILE_SEC`.
-    """
-
-    def look() -> str:
-        if is_new and file.parent.is_dir():
-            os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
-        return hash_file(file) if file.is_file() else "missing"
-
-    if is_new and _group is not None:
-        expected, deadline = on_main(look), time.monotonic() + NEW_FILE_SEC
-        while look() != expected and time.monotonic() < deadline:
-            time.sleep(0.5)
-    check_same(look(), key, file.parent)
+    key: str  # the key that names the path
+    path: Path
+    value: object
 
 
-def check_same(value: object, key: str, path: Path) -> None:
-    """Check that all processes found the same `value` at `path`, which `key` names.
+def see_file(key: str, file: Path) -> Seen:
+    """Return what this process sees of a small file, which shows whether all processes share its folder."""
+    return Seen(key, file.parent, hash_file(file) if file.is_file() else "missing")
+
+
+def check_same(*seen: Seen) -> None:
+    """Check that all processes see the same. All of them pass equally many values, in the same order.
 
     Raises UserError on every process if a value differs from the main process's. The message names the key, hosts and paths.
     """
     if _group is None:
         return
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (value, socket.gethostname(), os.path.abspath(path)), group=_group)
-    main_value, main_host, main_path = gathered[0]
-    for rank, (value, host, path) in enumerate(gathered):
-        if value != main_value:
-            raise UserError(
-                f"{key}: process {rank} on {host} sees other content in {path} than process 0 on {main_host} in {main_path}; "
-                f"give {key} as an absolute path on a file system that all nodes share, or give all nodes equal copies"
-            )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    own = [(value, os.path.abspath(path)) for _, path, value in seen]
+    dist.all_gather_object(gathered, (socket.gethostname(), own), group=_group)
+    main_host, main_own = gathered[0]
+    for rank, (host, others) in enumerate(gathered):
+        for (key, _, _), (value, path), (main_value, main_path) in zip(seen, others, main_own):
+            if value != main_value:
+                raise UserError(
+                    f"{key}: process {rank} on {host} sees other content in {path} than process 0 on {main_host} in {main_path}; "
+                    f"give {key} as an absolute path on a file system that all nodes share, or give all nodes equal copies"
+                )
+
+
+def check_new_file(key: str, file: Path) -> None:
+    """Check that all processes see a file that the main process has just written.
+
+    The others wait until their file system shows it, up to `NEW_FILE_SEC`.
+    """
+
+    def look() -> Seen:
+        if file.parent.is_dir():
+            os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
+        return see_file(key, file)
+
+    if _group is not None:
+        expected, deadline = on_main(look).value, time.monotonic() + NEW_FILE_SEC
+        while look().value != expected and time.monotonic() < deadline:
+            time.sleep(0.5)
+    check_same(look())

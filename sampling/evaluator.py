@@ -31,7 +31,7 @@ from evaluations.features import (
 )
 from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import evaluate, jackknife
-from runtime.processes import check_same, gather_on_main, on_main
+from runtime.processes import gather_on_main, on_main
 from sampling.image_sets import holds_shards, open_image_set
 from sampling.sampler import ImageSampler
 
@@ -74,31 +74,6 @@ def _build_detector(name: str, settings: schema.Measuring, accelerator: Accelera
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 
-def open_on_all_processes(path: str, key: str, **settings) -> ImageSet:
-    """Open images with `open_image_set` on every process. Raises UserError if the processes see other images.
-
-    The main process alone lists a folder, because a lookup of every file by every process would overload a shared disk.
-    """
-
-    def open_set() -> ImageSet:
-        with name_key(key):
-            return open_image_set(path, **settings)
-
-    def open_folder() -> ImageSet:
-        images = open_set()
-        images.quick_fingerprint()  # which the folder keeps for the other processes
-        return images
-
-    if holds_shards(path) or not Path(path).is_dir():
-        images = open_set()
-        check_same(images.quick_fingerprint(), key, images.path)
-        return images
-    images = on_main(open_folder)
-    some = [images.files[i] for i in np.linspace(0, len(images) - 1, 10).astype(int)]
-    check_same([file.stat().st_size if file.is_file() else None for file in some], key, images.path)
-    return images
-
-
 def open_reference(
     path: str | None,
     key: str,
@@ -131,7 +106,8 @@ def open_reference(
         raise UserError(f"{key}={path}: the training images were encoded with pad={pad}, but a folder is only cropped; {remedy}")
     if is_folder and encoded_with.get("grey"):
         log.warning("%s=%s: the training images were encoded with grey=true; colour images in a folder stay coloured", key, path)
-    images = open_on_all_processes(path, key, crop=resolution if is_folder else None, background=background)
+    with name_key(key):
+        images = open_image_set(path, crop=resolution if is_folder else None, background=background)
     for name in detectors:  # checked before the detectors download their weights
         if len(images) < 2 and name not in images.statistics:
             number = "only one image" if len(images) else "no images"

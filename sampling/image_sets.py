@@ -41,6 +41,9 @@ class PixelShards:
 
     fingerprint = quick_fingerprint
 
+    def spot_check(self) -> str:
+        return LatentDataset(self.path).fingerprint
+
 
 def holds_shards(path: str | Path) -> bool:
     """Return whether a path is a shard or a folder of shards."""

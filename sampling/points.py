@@ -1,37 +1,37 @@
-"""Evaluate the points of a fid.py command. A point is a checkpoint with sampling settings, or a set of images on disk."""
+"""Plan the evaluations of a fid.py command. A point is a checkpoint with sampling settings, or a set of images on disk."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from accelerate import Accelerator
+import torch
 
 from checkpoints import store
-from checkpoints.load import load_class_names, load_config
-from common.errors import UserError
-from configs.schema import FidConfig, Measuring
-from evaluations.features import Features
+from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resolve_checkpoint
+from common.errors import UserError, name_key
+from common.files import REPOSITORY
+from common.images import are_same_colour
+from configs.schema import FidConfig, Measuring, differences
+from configs.settings import as_list
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, Results
-from evaluations.suite import format_metrics
 from evaluations.tables import format_settings, shown
-from latents import autoencoders
-from runtime.processes import keep_on_main, on_main
-from sampling.evaluator import Evaluator, build_detectors
-from sampling.recipe import Recipe
-from sampling.score import score_images, score_samples, settings_of_scores
+from latents.shards import read_manifest_at
+from runtime.compilation import log_compile_mode
+from runtime.processes import Seen, see_file
+from sampling.evaluator import open_reference
+from sampling.image_sets import open_image_set
+from sampling.recipe import Recipe, see_weak_checkpoints
+from sampling.score import settings_of_scores
 
 log = logging.getLogger(__name__)
-
-NUM_GROUPS = 10  # groups of samples for the jackknife
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,22 @@ class Point:
 
     Attributes:
         wanted: The evaluation without figures.
+        results: The results to which the figures are added.
         cfg: The command's settings with one value per key, without keys that are left to the run.
         recipe: How to sample, or None for images on disk.
         typed: Sampler settings that the command gives. Tables show them even if they have their default values.
+        class_names: Names of the network's classes, or None if they are unknown.
     """
 
     wanted: Evaluation
+    results: Results
     cfg: FidConfig
-    recipe: Recipe | None
-    typed: Mapping[str, object]
+    recipe: Recipe | None = None
+    typed: dict[str, object] = field(default_factory=dict)
+    class_names: list[str] | None = None
 
     @property
-    def checkpoint(self) -> Path | None:
+    def checkpoint(self) -> Checkpoint | None:
         return self.recipe and self.recipe.checkpoint
 
     @property
@@ -60,7 +64,104 @@ class Point:
         return {**{key: own[key] for key in ("run", "step") if key in own}, **self.typed, **own}
 
 
-def choose_recipes(cfg: FidConfig, folders: Sequence[Path]) -> list[tuple[FidConfig, Recipe, dict]]:
+@dataclass(frozen=True)
+class Plan:
+    """What a fid.py command evaluates. The main process decides it for all processes.
+
+    Attributes:
+        points: All points of the command.
+        missing: Indices of the points that have no results yet, in the order of their evaluation.
+        images: Images on disk to evaluate instead of checkpoints, or None.
+    """
+
+    points: list[Point]
+    missing: list[int]
+    reference: ImageSet
+    images: ImageSet | None
+
+    @property
+    def cfg(self) -> FidConfig:
+        """Settings of the first point. All points share the groups evaluation, except num_samples, and machine."""
+        return self.points[0].cfg
+
+    def seen(self) -> list[Seen]:
+        """Return what this process sees of the files that all processes read."""
+        recipes = [point.recipe for point in self.points if point.recipe]
+        key = "checkpoint" if self.cfg.checkpoints is None else "checkpoints"
+        files = dict.fromkeys(recipe.checkpoint.manifest for recipe in recipes)
+        sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
+        own = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
+        return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *own]
+
+
+def plan_evaluations(cfg: FidConfig, device: torch.device) -> Plan:
+    """Find the points of a command, and check all that can be checked before slow work."""
+    checkpoints = [] if cfg.images else find_checkpoints(cfg)
+    images = open_images_to_evaluate(cfg) if cfg.images else None
+    recipes = choose_recipes(cfg, checkpoints)
+    chosen = [own for own, _, _ in recipes] or [cfg.of_images(len(images), images.background)]
+    evaluation = check_evaluations_agree(chosen)
+    if images is not None:
+        check_images(images, chosen[0])
+    log_compile_mode(chosen[0].machine.compile, device)
+    sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
+    if len(sizes) > 1:
+        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
+    resolution = images.shape[1] if images else next(iter(sizes))
+    needs = evaluation.all_detectors, resolution, evaluation.background, settings_of_latents(checkpoints)
+    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
+    if images is not None:
+        warn_of_jpegs(images, reference)
+        points = [point_of_images(chosen[0], images, reference)]
+    else:
+        points = points_of_recipes(recipes, reference)
+    missing = in_random_order(points, [i for i, point in enumerate(points) if not point.results.find(point.wanted)])
+    folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in points))
+    numbers = " and ".join(f"{number:,}" for number in sorted({point.cfg.evaluation.num_samples for point in points}))
+    log.info("%d of %d evaluations to do, of %s samples, in %s", len(missing), len(points), numbers, folders)
+    return Plan(points, missing, reference, images)
+
+
+def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
+    """Find the checkpoints that the command names, and verify the files that sampling reads."""
+    reads = store.files_for_sampling(as_list(cfg.sampling.weights or "ema"), cfg.sampling.ema_length is not None)
+    if cfg.checkpoints is None:
+        return [resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
+    found = find_all(Path(cfg.checkpoints) / "checkpoints", reads)
+    if not found:
+        raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
+    return found
+
+
+def open_images_to_evaluate(cfg: FidConfig) -> ImageSet:
+    with name_key("images"):
+        images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
+    if len(images) < 2:
+        problem = "holds only one image, and a Frechet distance needs 2" if len(images) else "holds statistics but no images"
+        raise UserError(f"images={cfg.images} {problem}")
+    return images
+
+
+def check_images(images: ImageSet, cfg: FidConfig) -> None:
+    """Raise UserError if images on disk were made with another background, or if there are too few."""
+    evaluation = cfg.evaluation
+    if images.background is not None and not are_same_colour(images.background, evaluation.background):
+        made = f"images={cfg.images} was made with background={images.background}"
+        raise UserError(f"{made}, but evaluation.background={evaluation.background}")
+    if evaluation.num_samples > len(images):
+        problem = f"{cfg.images} holds {len(images)} images; make more, or lower it"
+        raise UserError(f"evaluation.num_samples={evaluation.num_samples}, but {problem}")
+
+
+def warn_of_jpegs(images: ImageSet, reference: ImageSet) -> None:
+    """Warn if only one of two folders holds JPEG files."""
+    formats = [{file.suffix.lower() in (".jpg", ".jpeg") for file in getattr(s, "files", ())} for s in (images, reference)]
+    if {True} in formats and {False} in formats:
+        message = "images=%s and evaluation.reference=%s: one set is JPEG and the other is not, which changes distances"
+        log.warning(message, images.path, reference.path)
+
+
+def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[tuple[FidConfig, Recipe, dict]]:
     """Return the settings, the recipe and the given sampler settings for every checkpoint and combination of listed values.
 
     Combinations that only some of a run's `checkpoints` do not support are left out with a warning: `ema_length` needs snapshots
@@ -70,16 +171,15 @@ def choose_recipes(cfg: FidConfig, folders: Sequence[Path]) -> list[tuple[FidCon
     """
     chosen: list[tuple[FidConfig, Recipe, dict]] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
-    for folder in folders:
-        run, step = load_config(folder), store.read_step(folder)
-        for number, choice in enumerate(cfg.choices(run)):
+    for checkpoint in checkpoints:
+        for number, choice in enumerate(cfg.choices(checkpoint.config)):
             try:
-                own = choice.of_run(run, step)
-                recipe = Recipe.for_checkpoint(folder, run, own)
+                own = choice.of_run(checkpoint.config, checkpoint.step)
+                recipe = Recipe.for_checkpoint(checkpoint, own)
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                is_unreadable = isinstance(e.__cause__, OSError) or not folder.exists()
-                if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(folders):
+                is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()
+                if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
                     raise
                 continue
             typed = {key: getattr(own.sampler, key) for key, value in choice.sampler.items() if value is not None}
@@ -89,121 +189,82 @@ def choose_recipes(cfg: FidConfig, folders: Sequence[Path]) -> list[tuple[FidCon
     return chosen
 
 
+def check_evaluations_agree(chosen: Sequence[FidConfig]) -> Measuring:
+    """Return the group evaluation, which must be equal for all points, except num_samples."""
+    first, *others = [{"evaluation": own.evaluation.model_dump(exclude={"num_samples"})} for own in chosen]
+    for other in others:
+        if changed := differences(first, other):
+            raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
+    return chosen[0].evaluation
+
+
+def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
+    """Return the settings that encoded the runs' latents, if the latents are on this machine."""
+    settings = {}
+    for checkpoint in checkpoints:
+        with contextlib.suppress(UserError):  # a damaged manifest does not stop an evaluation
+            settings |= read_manifest_at(checkpoint.config.data.path).get("settings", {})
+    return settings
+
+
 def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], reference: ImageSet) -> list[Point]:
     """Return the points of the recipes, without points that measure the same."""
-    points: list[Point] = []
+    wanted: dict[int, Evaluation] = {}  # by index of the recipe
     scores = settings_of_scores(recipes[0][0].evaluation, reference)  # equal for all
-    for cfg, recipe, typed in recipes:
-        folder, step = recipe.checkpoint, store.read_step(recipe.checkpoint)
-        name = (store.find_run(folder) or folder.resolve().parent).name
-        wanted = Evaluation(
+    for i, (cfg, recipe, _) in enumerate(recipes):
+        checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
+        name = (checkpoint.run or folder.resolve().parent).name
+        evaluation = Evaluation(
             # What training measured at a step is not that of another folder with this step, such as a backup.
-            run=name if folder.name == store.folder_name(step) else f"{name}/{folder.name}",
-            step=step,
-            checkpoint=recipe.checkpoint_hash,
+            run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
+            step=checkpoint.step,
+            checkpoint=checkpoint.hash,
             settings=recipe.settings() | cfg.evaluation.model_dump(include={"num_samples", "first_seed"}) | scores,
         )
-        if not any(wanted.answers(other.wanted, False) for other in points):  # intervals have no effect at cfg_scale=1
-            points.append(Point(wanted, cfg, recipe, typed))
+        if not any(evaluation.answers(other, False) for other in wanted.values()):  # intervals have no effect at cfg_scale=1
+            wanted[i] = evaluation
+    kept = dict.fromkeys(recipes[i][1].checkpoint for i in wanted)
+    output = recipes[0][0].output
+    folders = {checkpoint: given_output(output) or results_folder(checkpoint) for checkpoint in kept}
+    is_optional = len({*folders.values()}) > 1
+    results = {
+        folder: Results(folder, None if output else checkpoint.run, is_optional).check() for checkpoint, folder in folders.items()
+    }
+    names = {checkpoint: read_class_names(checkpoint) for checkpoint in kept}
+    points = []
+    for i, evaluation in wanted.items():
+        cfg, recipe, typed = recipes[i]
+        own = results[folders[recipe.checkpoint]]
+        points.append(Point(evaluation, own, cfg, recipe, typed, names[recipe.checkpoint]))
     return points
 
 
 def point_of_images(cfg: FidConfig, images: ImageSet, reference: ImageSet) -> Point:
-    settings = {"images": cfg.images, "images_hash": on_main(images.fingerprint), "num_samples": cfg.evaluation.num_samples}
-    return Point(Evaluation(settings=settings | settings_of_scores(cfg.evaluation, reference)), cfg, None, {})
+    output = given_output(cfg.output) or folder_for_images(cfg.images)
+    if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
+        raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
+    settings = {"images": cfg.images, "images_hash": images.fingerprint(), "num_samples": cfg.evaluation.num_samples}
+    wanted = Evaluation(settings=settings | settings_of_scores(cfg.evaluation, reference))
+    return Point(wanted, Results(output).check(), cfg)
 
 
-@dataclass
-class PointEvaluator:
-    """Evaluates the points of a command, which share detectors and reference features.
+def given_output(output: str | None) -> Path | None:
+    """Return the folder that `output` names. It can be a link, unlike the folders that results have by default."""
+    return output and (Path(output).resolve() if Path(output).is_symlink() else Path(output))
 
-    Attributes:
-        evaluation: Settings of the evaluation, which all points share except the number of samples.
-        images: Images on disk to evaluate instead of checkpoints, or None.
-        outputs: For each checkpoint folder, or None for images on disk, the folder for its results.
-        is_output_given: Whether the command names this folder. Otherwise, it belongs to the checkpoint's run.
-    """
 
-    accelerator: Accelerator
-    evaluation: Measuring
-    points: Sequence[Point]
-    reference: ImageSet
-    images: ImageSet | None
-    outputs: Mapping[Path | None, Path]
-    is_output_given: bool
+def folder_for_images(images: str) -> Path:
+    """Return the folder for the results of images. They never lie next to the images, where a folder would become a class."""
+    return Path("runs") / "evaluations" / Path(images).resolve().name
 
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        detectors = build_detectors(self.evaluation, self.accelerator)
-        # Store reference features next to the run folders, because several runs often use the same reference.
-        folder = self.points[0].checkpoint
-        run = None if self.is_output_given or folder is None else store.find_run(folder)
-        cache = (run.parent if run else next(iter(self.outputs.values()))) / "reference_features"
-        return Evaluator(self.accelerator, detectors, self.reference, self.points[0].cfg.sampling.batch_size, cache)
 
-    def open_results(self) -> list[Results]:
-        """Return the results in the folder of each point."""
-        folders = [self.outputs[point.checkpoint] for point in self.points]
-        runs = [None if self.is_output_given or p.checkpoint is None else store.find_run(p.checkpoint) for p in self.points]
-        owners, several = dict(zip(folders, runs)), len({*folders}) > 1
-        results = {folder: Results(folder, run, is_optional=several).check() for folder, run in owners.items()}
-        return [results[folder] for folder in folders]
-
-    def evaluate(self) -> list[tuple[Point, Results]]:
-        """Evaluate the points that have no stored results yet. The main process gets each point with the results in its folder.
-
-        Points that another command has stored meanwhile are skipped. So are points of checkpoints that a running trainer has
-        removed meanwhile, if there are several checkpoints.
-        """
-        points, results = self.points, keep_on_main(self.open_results) or []
-        missing = on_main(lambda: in_random_order(points, [i for i, own in enumerate(results) if not own.find(points[i].wanted)]))
-        folders = ", ".join(dict.fromkeys(str(own.folder) for own in results))
-        numbers = sorted({point.cfg.evaluation.num_samples for point in points})
-        counted = " and ".join(f"{number:,}" for number in numbers)
-        log.info("%d of %d evaluations to do, of %s samples, in %s", len(missing), len(points), counted, folders)
-        if any(points[i].cfg.evaluation.num_samples < 2 * NUM_GROUPS for i in missing):
-            log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
-        for autoencoder in dict.fromkeys(recipe.sampling.autoencoder for i in missing if (recipe := points[i].recipe)):
-            autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
-        finished: list[Future] = []
-
-        def is_left(i: int) -> bool:
-            for future in finished:
-                if future.done():
-                    future.result()  # raises its error
-            if results[i].find(points[i].wanted):
-                log.info("%s: another command has stored this point", name(i))
-                return False
-            if (folder := points[i].checkpoint) and len(self.outputs) > 1 and not folder.exists():
-                log.warning("%s was removed meanwhile; this point is left out", folder)
-                return False
-            return True
-
-        def name(i: int) -> str:
-            own = {key: x for key, x in points[i].shown.items() if len({str(other.shown.get(key)) for other in points}) > 1}
-            return format_settings({"step": points[i].wanted.step, **own} if points[i].recipe else {"images": self.images.path})
-
-        def finish(i: int, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
-            errors = self.evaluator.jackknife(features, labels, NUM_GROUPS)
-            log.info("%s: %s", name(i), format_metrics(record.metrics))  # first, because writing may fail
-            results[i].add(record.model_copy(update={"jackknife": errors}))
-
-        with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
-            for number, i in enumerate(missing, 1):
-                if on_main(partial(is_left, i)):
-                    scored = self.score(points[i], f"point {number} of {len(missing)}")
-                    if self.accelerator.is_main_process:
-                        finished.append(thread.submit(finish, i, *scored))
-        on_main(lambda: [future.result() for future in finished])
-        return list(zip(points, results))
-
-    def score(self, point: Point, name: str) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
-        """Return a point's record without standard errors, the features of its images, and their class labels."""
-        if point.recipe is None:
-            return score_images(self.evaluator, self.images, point.wanted)
-        sampler = point.recipe.load_sampler(self.accelerator.device, point.cfg.machine.compile)
-        class_names = on_main(lambda: load_class_names(point.checkpoint))
-        return score_samples(self.evaluator, sampler, point.wanted, class_names, name=name)
+def results_folder(checkpoint: Checkpoint) -> Path:
+    """Return <run>/evaluations for a checkpoint in a run, or a folder next to a checkpoint outside any run."""
+    path = checkpoint.path.resolve()
+    folder = (checkpoint.run or path.parent) / "evaluations"
+    if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
+        return path.with_name(f"{path.name}_evaluations")
+    return folder
 
 
 def in_random_order(points: Sequence[Point], chosen: Iterable[int]) -> list[int]:

@@ -1,4 +1,7 @@
-"""Build and check recipes. A recipe contains all settings that determine an image, except the seed and the label."""
+"""Build and check recipes. A recipe contains all settings that determine an image, except the seed and the label.
+
+The main process builds the recipes of a command, and shares them with the other processes.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from torch import nn
 
 import guidance
 from checkpoints import store
-from checkpoints.load import load_config, load_network
-from checkpoints.resume import resolve_checkpoint_on_main
+from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
+from checkpoints.load import load_network
 from common.errors import UserError
 from configs import schema
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
-from runtime.processes import on_main
+from runtime.processes import Seen, see_file
 from sampling.sampler import ImageSampler
 
 
@@ -32,11 +35,10 @@ class Recipe:
         run: Configuration of the run that trains the network, with the data settings filled in.
         sampler: Sampler of the run's diffusion, with the settings to use.
         sampling: Settings of the group sampling. None of them is left to the run.
-        guidance: Guidance settings. If they have a `checkpoint`, it is the verified folder of the weak checkpoint.
-        checkpoint: Verified checkpoint folder, or None for a network in training.
+        guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
+        checkpoint: Checkpoint of the network, or None for a network in training.
         weights: Weights to load from the checkpoint, `ema` or `raw`.
-        checkpoint_hash: Hash of the checkpoint, which identifies it in results.
-        weak_hash: Hash of the guidance method's weak checkpoint, or None.
+        weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
         ema_hash: Hash of the snapshots from which `average` is made, or None.
         average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
@@ -46,20 +48,19 @@ class Recipe:
     sampler: schema.Sampler
     sampling: schema.Sampling | schema.SamplingFromCheckpoint
     guidance: schema.Guidance
-    checkpoint: Path | None = None
+    checkpoint: Checkpoint | None = None
     weights: str = "ema"
-    checkpoint_hash: str | None = None
-    weak_hash: str | None = None
+    weak: Checkpoint | None = None
     ema_hash: str | None = None
     average: Any = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
-        check_guidance(self.guidance, self.run, self.sampler)
+        check_guidance(self.guidance, self.run, self.sampler, self.weak)
 
     @classmethod
-    def for_checkpoint(cls, folder: Path, run: schema.TrainConfig, command: schema.SampleConfig | schema.FidConfig) -> Recipe:
-        """Build the recipe for a verified checkpoint of `run`. Every process must call this method.
+    def for_checkpoint(cls, checkpoint: Checkpoint, command: schema.SampleConfig | schema.FidConfig) -> Recipe:
+        """Build the recipe for a checkpoint.
 
         Args:
             command: Settings of the command with one value per key, after `of_run`.
@@ -70,24 +71,21 @@ class Recipe:
         if chosen.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            more["average"] = posthoc_ema.Average(folder, chosen.ema_length)
-            # One process looks for the snapshots, because others could find different ones while a run is still training.
-            more["ema_hash"] = on_main(lambda: posthoc_ema.check_and_hash(folder, chosen.weights, chosen.ema_length))
-        more |= {"checkpoint": folder, "checkpoint_hash": store.hash_checkpoint(folder), "weights": chosen.weights}
-        return cls._build(run, command.sampler, chosen, command.guidance, more)
+            more["average"] = posthoc_ema.Average(checkpoint, chosen.ema_length)
+            more["ema_hash"] = posthoc_ema.check_and_hash(checkpoint, chosen.weights, chosen.ema_length)
+        more |= {"checkpoint": checkpoint, "weights": chosen.weights}
+        return cls._build(checkpoint.config, command.sampler, chosen, command.guidance, more)
 
     @classmethod
     def in_training(cls, run: schema.TrainConfig, guidance: schema.Guidance) -> Recipe:
-        """Build the recipe for sampling from a network during training. Every process must call this method."""
+        """Build the recipe for sampling from a network during training."""
         return cls._build(run, run.sampler, run.sampling, guidance, {})
 
     @classmethod
     def _build(cls, run: schema.TrainConfig, sampler: schema.Sampler, sampling, guidance: schema.Guidance, more: dict) -> Recipe:
-        guidance = with_weak_checkpoint(guidance, run)
-        weak = weak_checkpoint(guidance)
-        more["weak_hash"] = store.hash_checkpoint(weak) if weak else None
-        # One process reads the files.
-        more["autoencoder_hash"] = on_main(lambda: autoencoders.hash_local_files(sampling.autoencoder))
+        if weak := find_weak_checkpoint(guidance, run):
+            guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
+        more |= {"weak": weak, "autoencoder_hash": autoencoders.hash_local_files(sampling.autoencoder)}
         return cls(run, sampler, sampling, guidance, **more)
 
     def settings(self) -> dict:
@@ -106,13 +104,13 @@ class Recipe:
             "rounding": self.sampling.rounding,
             "autoencoder": self.sampling.autoencoder,
             "autoencoder_hash": self.autoencoder_hash,
-            "guidance.checkpoint_hash": self.weak_hash,
+            "guidance.checkpoint_hash": self.weak and self.weak.hash,
             "ema_hash": self.ema_hash,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
-    def network(self) -> tuple[Path | None, Any]:
+    def network(self) -> tuple[Checkpoint | None, Any]:
         """Return the checkpoint and the weights of its network, as `load_network` accepts them."""
         return self.checkpoint, self.average or self.weights
 
@@ -126,8 +124,8 @@ class Recipe:
     def build_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
         weak = None
-        if folder := weak_checkpoint(self.guidance):
-            weak = load_network(folder, self.guidance.weights, device, compile_mode), load_config(folder).diffusion
+        if self.weak:
+            weak = load_network(self.weak, self.guidance.weights, device, compile_mode), self.weak.config.diffusion
         return ImageSampler(
             net=net,
             diffusion=self.run.diffusion,
@@ -143,15 +141,15 @@ class Recipe:
         )
 
 
+def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[Seen]:
+    """Return what this process sees of the checkpoints of weak networks."""
+    files = dict.fromkeys(recipe.weak.manifest for recipe in recipes if recipe.weak)
+    return [see_file("guidance.checkpoint", file) for file in files]
+
+
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
     """Return `mode`, or `none` if a recipe's ratios move, because each number of tokens would be compiled separately."""
     return "none" if any(getattr(recipe.guidance, "has_moving_ratios", False) for recipe in recipes) else mode
-
-
-def weak_checkpoint(settings: schema.Guidance) -> Path | None:
-    """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network."""
-    path = getattr(settings, "checkpoint", None)
-    return None if path is None else Path(path)
 
 
 def route_noise_shape(run: schema.TrainConfig) -> tuple[int, int]:
@@ -181,7 +179,7 @@ def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
-def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler) -> None:
+def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
@@ -196,15 +194,13 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: 
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
     if channels > run.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
-    levels, weak = sampler.evaluated_levels(), weak_checkpoint(settings)
-    # Only sparse guidance needs the routes of the weak network, so only then its configuration is read.
-    weak_shape = route_noise_shape(load_config(weak)) if weak and settings.name == "sparse" else (0, 0)
+    levels = sampler.evaluated_levels()
     inputs = guidance.GuidanceInputs(
         denoise=None,
         num_classes=run.data.num_classes,
         route_noise_shape=route_noise_shape(run),
         weak=id if weak else None,
-        weak_route_noise_shape=weak_shape,
+        weak_route_noise_shape=route_noise_shape(weak.config) if weak else (0, 0),
         levels=levels,
     )
     try:  # builds a denoiser, which is never called, so `id` can stand for the weak one
@@ -222,20 +218,20 @@ def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: 
 
 
 @lru_cache(maxsize=100)
-def resolve_weak_checkpoint(path: str, weights: str) -> Path:
+def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
     """Find and verify the weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
-    return resolve_checkpoint_on_main(path, "guidance.checkpoint", store.files_for_sampling([weights]))
+    return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
-def with_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> schema.Guidance:
-    """Replace `checkpoint` with the verified folder of the weak checkpoint. Settings without one are returned unchanged.
+def find_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> Checkpoint | None:
+    """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network.
 
     Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
     """
-    if weak_checkpoint(settings) is None:
-        return settings
-    folder = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
-    if changed := schema.differences_for("guidance.checkpoint", load_config(folder), run):
+    if getattr(settings, "checkpoint", None) is None:
+        return None
+    weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
+    if changed := schema.differences_for("guidance.checkpoint", weak.config, run):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(changed)}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
-    return settings.model_copy(update={"checkpoint": str(folder)})
+    return weak

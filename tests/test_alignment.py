@@ -11,6 +11,7 @@ from conftest import losses, make_shard, metrics, run_train, weights
 from safetensors.torch import load_file, save_file
 
 import dit
+from checkpoints.checkpoint import read_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from extras import alignment
@@ -243,7 +244,7 @@ def test_a_resumed_aligned_run_equals_an_uninterrupted_one_exactly(repa, aligned
 
 def test_the_projector_has_its_own_file_and_the_model_loads_without_it(repa, aligned, train):
     folder = aligned / "checkpoints" / "step_0000006"
-    net = load_network(folder, "raw", CPU)
+    net = load_network(read_checkpoint(folder), "raw", CPU)
     assert not any("projector" in name for name in net.state_dict())
     projector = load_file(folder / "projector.safetensors")
     shapes = [tuple(value.shape) for name, value in sorted(projector.items()) if "weight" in name]

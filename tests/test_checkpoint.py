@@ -7,32 +7,42 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Malicious, evaluated, file_size_limit, renew_manifest
+from conftest import Malicious, checked, evaluated, file_size_limit, renew_manifest
+from omegaconf import OmegaConf
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.resume import select_initial_checkpoint, select_resume_checkpoint
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
 
+CONFIG = checked([])
+
 
 def make(step, **state):
+    """Return the step, the tensors, the state and the configuration of a checkpoint, as `store.save` takes them."""
     weights = {"w": torch.full((50, 40), float(step)), "turned": torch.arange(6.0).view(2, 3).T}
-    return store.Checkpoint(
-        step=step,
+    tensors = store.Tensors(
         model=weights,
         ema={name: value * 2 for name, value in weights.items()},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},
-        state={"loss_count": 8 * step, **state},
-        config={"seed": 3, "train": {"lr": 1e-5, "betas": [0.9, 0.99]}},
     )
+    return step, tensors, {"loss_count": 8 * step, **state}, CONFIG.model_dump()
 
 
 def save(root, *steps, keep_last=10, keep_every=0):
     for step in steps:
-        folder = store.save(root, make(step), keep_last, keep_every)
+        folder = store.save(root, *make(step), keep_last, keep_every)
     return folder
+
+
+def path_to_resume(run):
+    return select_resume_checkpoint(run, "auto").path
+
+
+def path_to_start(run, folder, init_state):
+    return select_initial_checkpoint(run, checked([f"init_from={folder}", f"init_state={init_state}"])).path
 
 
 def names(root):
@@ -40,10 +50,11 @@ def names(root):
 
 
 def test_loading_returns_what_was_saved(tmp_path):
-    folder, expected = save(tmp_path, 400), make(400)
+    folder, (step, expected, state, config) = save(tmp_path, 400), make(400)
     assert folder.name == "step_0000400" and names(folder) == sorted([*store.FILES, "manifest.json"])
-    loaded = store.load(folder)
-    assert (loaded.step, loaded.state, loaded.config) == (400, expected.state, expected.config)
+    checkpoint, loaded = read_checkpoint(folder), store.load(folder)
+    assert (checkpoint.step, checkpoint.state, checkpoint.config) == (step, {"step": step} | state, CONFIG)
+    assert OmegaConf.load(folder / "config.yaml") == {"format": 1} | config
     for side in ("model", "ema"):
         assert all(torch.equal(getattr(loaded, side)[name], value) for name, value in getattr(expected, side).items())
     assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3)) and loaded.projector is None
@@ -116,7 +127,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, 
     change(bad)
     with pytest.raises(UserError, match=message):
         store.verify(bad)
-    assert select_resume_checkpoint(run, "auto") == run.checkpoints / "step_0000010"
+    assert path_to_resume(run) == run.checkpoints / "step_0000010"
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
@@ -182,18 +193,18 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
     run = tmp_path / "run"
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
-    assert store.resolve_checkpoint(run, "init_from") == store.resolve_checkpoint(newest, "init_from") == newest
-    assert store.find_run(newest) == run
+    assert resolve_checkpoint(run, "init_from") == resolve_checkpoint(newest, "init_from") == read_checkpoint(newest)
+    assert read_checkpoint(newest).run == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
         with pytest.raises(UserError, match=f"^init_from: {wrong} is not the folder of a run or of a complete c"):
-            store.resolve_checkpoint(wrong, "init_from")
+            resolve_checkpoint(wrong, "init_from")
     DAMAGES["truncated"][0](newest)
-    assert store.resolve_checkpoint(run, "init_from").name == "step_0000010"
+    assert resolve_checkpoint(run, "init_from").path.name == "step_0000010"
     with pytest.raises(UserError, match="step_0000020/model.safetensors is truncated"):
-        store.resolve_checkpoint(newest, "init_from")
+        resolve_checkpoint(newest, "init_from")
     DAMAGES["truncated"][0](run / "checkpoints" / "step_0000010")
     with pytest.raises(UserError, match=f"^init_from={run} is a run without an intact checkpoint: .*; .*truncated"):
-        store.resolve_checkpoint(run, "init_from")
+        resolve_checkpoint(run, "init_from")
 
 
 def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path, caplog):
@@ -203,28 +214,29 @@ def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path,
     content = store.hash_checkpoint(folder)
     for name in ("optimizer.pt", "model.safetensors"):
         (folder / name).unlink()
-    assert store.resolve_checkpoint(tmp_path / "run", "checkpoint", ema) == folder and store.hash_checkpoint(folder) == content
+    found = resolve_checkpoint(tmp_path / "run", "checkpoint", ema)
+    assert (found.path, found.hash) == (folder, content)
     with pytest.raises(UserError, match="model.safetensors is missing"):
-        store.resolve_checkpoint(folder, "checkpoint", raw)
+        resolve_checkpoint(folder, "checkpoint", raw)
     with pytest.raises(UserError, match="no checkpoint .* is intact.*(optimizer.pt|model.safetensors) is missing"):
         select_resume_checkpoint(RunFolder(tmp_path, "run"), "auto")
     run = RunFolder(tmp_path, "new")
-    assert select_initial_checkpoint(run, str(folder), "weights") == folder
+    assert path_to_start(run, folder, "weights") == folder
     assert "the raw weights also start from the EMA" in caplog.text
     loaded = store.load_initial(folder)
-    assert all(torch.equal(loaded.model[name], value) for name, value in make(10).ema.items()) and loaded.optimizer == {}
+    assert all(torch.equal(loaded.model[name], value) for name, value in make(10)[1].ema.items()) and loaded.optimizer == {}
     with pytest.raises(UserError, match="is missing"):
-        select_initial_checkpoint(run, str(folder), "all")
+        path_to_start(run, folder, "all")
     edit("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]))(folder)
     with pytest.raises(UserError, match="ema.safetensors is truncated or altered"):
-        select_initial_checkpoint(run, str(folder), "weights")
+        path_to_start(run, folder, "weights")
 
 
 def test_init_from_checks_raw_weights_that_are_there(tmp_path):
     folder = save(tmp_path, 10)
     DAMAGES["truncated"][0](folder)
     with pytest.raises(UserError, match="model.safetensors is truncated or altered"):
-        select_initial_checkpoint(RunFolder(tmp_path, "new"), str(folder), "weights")
+        path_to_start(RunFolder(tmp_path, "new"), folder, "weights")
 
 
 def test_a_newer_checkpoint_that_was_renamed_is_named(tmp_path, caplog):
@@ -232,7 +244,7 @@ def test_a_newer_checkpoint_that_was_renamed_is_named(tmp_path, caplog):
     save(run.checkpoints, 10, 20, 30)
     (run.checkpoints / "step_0000030").rename(run.checkpoints / "step_30_best")
     (run.checkpoints / "step_0000010").rename(run.checkpoints / "first")  # older, so it does not matter
-    assert store.resolve_checkpoint(run.path, "checkpoint").name == select_resume_checkpoint(run, "auto").name == "step_0000020"
+    assert resolve_checkpoint(run.path, "checkpoint").path.name == path_to_resume(run).name == "step_0000020"
     lines = [record.message for record in caplog.records]
     words = f"{run.checkpoints / 'step_30_best'} holds the later step 30 and is not used, because its name is not step_0000030"
     assert lines == [words, words]
@@ -249,9 +261,10 @@ def test_loading_opens_no_file_that_the_manifest_does_not_list(tmp_path):
 
 
 def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_line(tmp_path):
-    store.save(tmp_path, make(10), 1, 0)  # its configuration has only a seed and two keys of train
+    step, tensors, state, _ = make(10)
+    store.save(tmp_path, step, tensors, state, {"seed": 3, "train": {"lr": 1e-5, "betas": [0.9, 0.99]}}, 1, 0)
     with pytest.raises(UserError, match=r"config.yaml cannot be read: missing keys: name, .*, train.num_steps, .*wandb") as error:
-        load_config(tmp_path / "step_0000010")
+        read_config(tmp_path / "step_0000010")
     assert "\n" not in str(error.value)
 
 
@@ -259,10 +272,10 @@ def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_pat
     run = RunFolder(tmp_path, "mine")
     assert select_resume_checkpoint(run, "auto") is select_resume_checkpoint(run, "never") is None
     save(run.checkpoints, 10, 20)
-    assert select_resume_checkpoint(run, "auto") == run.checkpoints / "step_0000020"
+    assert path_to_resume(run) == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
         select_resume_checkpoint(run, "never")
-    store.save(run.checkpoints, make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
+    store.save(run.checkpoints, *make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
         select_resume_checkpoint(run, "auto")
 
@@ -285,10 +298,10 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(tmp_path, monkeypatch):
 def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_values, max_bytes):
     """The three limits stop three different writers: torch.save (a RuntimeError), Python's file and safetensors."""
     save(tmp_path, 10)
-    checkpoint = make(20)
-    checkpoint.optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
+    contents = make(20)
+    contents[1].optimizer["state"][0]["exp_avg"] = torch.ones(num_values)
     with file_size_limit(max_bytes), pytest.raises(UserError) as error:
-        store.save(tmp_path, checkpoint, 10, 0)
+        store.save(tmp_path, *contents, 10, 0)
     free = f"File too large.*; [0-9.]+ MB are needed, and [0-9]+ MB are free on the disk of {tmp_path}"
     assert error.match(f"^cannot write the checkpoint .*step_0000020: .*{free}; intact before it: step_0000010$")
     assert names(tmp_path) == ["step_0000010"]
@@ -339,29 +352,29 @@ def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp
         return hash_file(file)
 
     monkeypatch.setattr(store, "hash_file", train_on)
-    assert store.resolve_checkpoint(tmp_path, "checkpoint").name == store.folder_name(4)
+    assert resolve_checkpoint(tmp_path, "checkpoint").path.name == store.folder_name(4)
     assert f"{newest} was removed while it was read" in caplog.text and "looking for the next newest" in caplog.text
     for read in (store.hash_checkpoint, lambda folder: store.load_weights(folder, "ema")):
         with pytest.raises(UserError, match="step_0000003 was removed while it was read; run the same command again"):
             read(newest)
     caplog.clear()
     save(root, 3)
-    assert [path.name for path in store.verify_all(root)] == [store.folder_name(step) for step in (1, 2, 4)]
+    assert [found.path.name for found in find_all(root)] == [store.folder_name(step) for step in (1, 2, 4)]
     assert f"{newest} was removed while it was read" in caplog.text and "it is left out" in caplog.text
     save(root, 3)
     with pytest.raises(UserError, match="step_0000003 was removed while it was read; run the same command again"):
-        store.resolve_checkpoint(newest, "checkpoint")
+        resolve_checkpoint(newest, "checkpoint")
 
 
 def test_a_sweep_over_checkpoints_leaves_out_damaged_ones(tmp_path, caplog):
     save(tmp_path, 1, 2, 3)
     for step in (1, 2):
         (tmp_path / store.folder_name(step) / "ema.safetensors").write_bytes(b"")
-    assert [path.name for path in store.verify_all(tmp_path)] == [store.folder_name(3)]
+    assert [found.path.name for found in find_all(tmp_path)] == [store.folder_name(3)]
     assert caplog.text.count("it is left out") == 2 and "step_0000001" in caplog.text
     (tmp_path / store.folder_name(3) / "ema.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="step_0000001.*ema.safetensors"):
-        store.verify_all(tmp_path)
+        find_all(tmp_path)
 
 
 def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monkeypatch):
@@ -369,8 +382,8 @@ def test_a_disk_read_error_does_not_mark_a_checkpoint_as_damaged(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(store, "hash_file", lambda path: raise_os_error())
         with pytest.raises(UserError, match="step_0000002/.* cannot be read: PermissionError: "):
-            store.verify_newest(tmp_path)
-    assert store.verify_newest(tmp_path)[0].name == "step_0000002"
+            find_newest(tmp_path)
+    assert find_newest(tmp_path)[0].path.name == "step_0000002"
 
 
 def test_the_error_names_a_file_whose_content_has_the_wrong_type(tmp_path):
@@ -382,4 +395,4 @@ def test_the_error_names_a_file_whose_content_has_the_wrong_type(tmp_path):
         folder = save(tmp_path / name, 1)
         write(folder / name)
         with pytest.raises(UserError, match=f"{name} cannot be read: {words}"):
-            store.load(folder)
+            store.load(read_checkpoint(folder).path)

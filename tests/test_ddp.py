@@ -57,7 +57,8 @@ def assert_same_checkpoint(first, second, step):
     for x, y in zip(a.optimizer["state"].values(), b.optimizer["state"].values()):
         assert list(x) == list(y) and {type(value) for value in y.values()} == {torch.Tensor}
         assert all(torch.allclose(x[key], y[key], rtol=1e-3, atol=1e-6) for key in x)
-    assert a.state == b.state
+    first, second = (store.read_state(run / "checkpoints" / store.folder_name(step)) for run in (first, second))
+    assert first == second
 
 
 @pytest.mark.parametrize(

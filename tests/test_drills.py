@@ -20,6 +20,7 @@ from forked import Command, at_call, at_operation, contents, die, fail_with, lau
 from PIL import Image
 
 from checkpoints import store
+from checkpoints.checkpoint import find_newest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and /proc")
 FEW = ["sampler.num_steps=2", "machine.cpu_threads=1"]
@@ -88,9 +89,9 @@ def disturb(out, arguments, reference, before):
 
 
 def newest_step(out):
-    newest, problems = store.verify_newest(out / "run" / "checkpoints")
+    newest, problems = find_newest(out / "run" / "checkpoints")
     assert not problems
-    return -1 if newest is None else store.read_step(newest)
+    return -1 if newest is None else newest.step
 
 
 def finish_alike(out, arguments, reference):

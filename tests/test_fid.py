@@ -14,8 +14,8 @@ import pytest
 from conftest import REPOSITORY, checked, file_size_limit, losses, renew_manifest, run_fid, run_sample, run_train
 from PIL import Image
 
-import fid as script
 from checkpoints import load, store
+from checkpoints.checkpoint import Checkpoint
 from common.errors import UserError
 from common.files import append_line, lock_file
 from configs import schema
@@ -26,7 +26,7 @@ from evaluations.suite import metrics_for
 from evaluations.tables import EvaluationTable, differ, shown, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
-from sampling import points
+from sampling import evaluation, points
 from sampling.sampler import ImageSampler
 from training.trainer import Trainer
 
@@ -339,7 +339,7 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
     (read,), problems = read_runs([runs[1]])
     assert not problems and 70 in {measure.num_samples for measure in read.figures}
 
-    monkeypatch.setattr(points.PointEvaluator, "score", lambda *arguments: pytest.fail("this point has a result"))
+    monkeypatch.setattr(evaluation, "score_point", lambda *arguments: pytest.fail("this point has a result"))
     assert evaluate("b").count("\n") == 2 and evaluate("a", "b") == both
     assert [line.split()[0] for line in evaluate("b", "a").splitlines()[1:]] == ["b", "a"]
     assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
@@ -413,15 +413,15 @@ def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the
 
 
 def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, monkeypatch, caplog):
-    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], points.PointEvaluator.score, []
+    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], evaluation.score_point, []
 
-    def recorded(self, point, name):
+    def recorded(point, *others):
         evaluated.append(point.wanted.step)
         if len(evaluated) == 1:  # another command runs from its start to its end
             fid(*sweep)
-        return score(self, point, name)
+        return score(point, *others)
 
-    monkeypatch.setattr(points.PointEvaluator, "score", recorded)
+    monkeypatch.setattr(evaluation, "score_point", recorded)
     caplog.set_level("INFO")
     lines = fid(*sweep)
     assert evaluated == [2, 2, 4] and [line["step"] for line in lines] == [2, 4]
@@ -464,7 +464,7 @@ def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, 
         fid("out", f"checkpoints={edm}", "evaluation.num_samples=4")
     assert re.search(r"step \d: fd_digits [\d.]+, ", caplog.text)  # the figures are not lost
     (tmp_path / "file").touch()
-    monkeypatch.setattr(points.PointEvaluator, "score", lambda *arguments: pytest.fail("this is known before any work"))
+    monkeypatch.setattr(evaluation, "score_point", lambda *arguments: pytest.fail("this is known before any work"))
     with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
         fid("file/out", f"checkpoints={edm}")
     with file_size_limit(1000), pytest.raises(UserError, match="cannot write to .*full: File too large; .* MB are free"):
@@ -522,7 +522,7 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
     def restore():
         shutil.copytree(edm / "checkpoints" / "step_0000004", newest, dirs_exist_ok=True)
-        load._load_network.cache_clear()
+        load.load_network.cache_clear()
 
     def removed_meanwhile(folder, weights):
         if weights in removes:
@@ -569,7 +569,7 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    assert script.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
+    assert points.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
     for i in range(2):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
@@ -577,10 +577,11 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
         run_fid("images=.", REFERENCE, "evaluation.detector=digits", "machine.cpu_threads=1")
     monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
-    assert script.results_folder(in_run) == tmp_path / "run" / "evaluations"
-    assert script.results_folder(copied) == tmp_path / "copies" / "evaluations"
+    folders = [points.results_folder(Checkpoint(folder, "", 4, None, {})) for folder in (in_run, copied)]
+    assert folders == [tmp_path / "run" / "evaluations", tmp_path / "copies" / "evaluations"]
     for folder in (Path("step_0000004"), Path("checkpoints/step_0000004")):
-        assert script.results_folder(folder) == REPOSITORY / folder.parent / "step_0000004_evaluations"
+        found = points.results_folder(Checkpoint(folder, "", 4, None, {}))
+        assert found == REPOSITORY / folder.parent / "step_0000004_evaluations"
 
 
 def test_a_sit_run_is_evaluated_in_training_and_swept_over_solvers_and_guidance(sit, fid, tmp_path):
@@ -750,7 +751,7 @@ def test_results_for_different_labels_or_seeds_are_separate_and_show_these_setti
 
 
 def test_the_points_of_a_checkpoint_share_its_network(edm, fid, monkeypatch):
-    load._load_network.cache_clear()
+    load.load_network.cache_clear()
     built, build = [], schema.Model.build
     monkeypatch.setattr(schema.Model, "build", lambda model, data: built.append(model) or build(model, data))
     fid("out", f"checkpoints={edm}", "guidance=cfg", "guidance.cfg_scale=[1.0,1.5,2.0]", "evaluation.num_samples=4")

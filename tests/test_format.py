@@ -16,7 +16,8 @@ from pydantic import create_model
 
 import dit
 import prepare_latents
-from checkpoints import load, store
+from checkpoints import store
+from checkpoints.checkpoint import read_checkpoint, read_config
 from checkpoints.resume import check_resume
 from checkpoints.run import RunFolder
 from common.errors import UserError
@@ -78,9 +79,6 @@ def copy(made, tmp_path, monkeypatch):
     """Fixture: the working folder is a copy of the files."""
     shutil.copytree(made, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
-    load._load_config.cache_clear()
-    yield
-    load._load_config.cache_clear()
 
 
 def contents():
@@ -197,7 +195,7 @@ def test_a_missing_number_means_1():
     store_number_in_latents(None)
     for command in ("resume", "init_from", "sample", "fid", "data.path", "reference", "encode"):
         COMMANDS[command]()
-    assert store.read_step(RUN / "checkpoints" / "step_0000005") == 5 and len(LatentDataset("latents")) == 4
+    assert store.read_state(RUN / "checkpoints" / "step_0000005")["step"] == 5 and len(LatentDataset("latents")) == 4
 
 
 def test_a_shard_without_a_manifest_may_store_the_number():
@@ -272,12 +270,12 @@ def test_a_new_sampler_setting_repeats_no_evaluation_and_refuses_no_resume(dampe
 
 
 def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experiment(with_patience):
-    cfg = load.load_run_config(RUN)
+    cfg = read_config(RUN)
     assert cfg.train.patience == 0
-    check_resume(CHECKPOINT, cfg)
+    check_resume(read_checkpoint(CHECKPOINT), cfg)
     other = cfg.model_copy(update={"train": cfg.train.model_copy(update={"patience": 3})})
     with pytest.raises(UserError, match="train.patience: 0 -> 3"):
-        check_resume(CHECKPOINT, other)
+        check_resume(read_checkpoint(CHECKPOINT), other)
     for seed, stored in ((1, cfg), (2, other)):  # both runs store the new key
         name = f"run_seed{seed}"
         shutil.copytree(RUN, f"runs/{name}", ignore=shutil.ignore_patterns("checkpoints", "evaluations"))
@@ -299,12 +297,12 @@ def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch)
     text = (RUN / "config.yaml").read_text()
     (RUN / "config.yaml").write_text(text.replace("  log_every: 1\n", "  log_every: 1\n  fused: true\n"))
     with pytest.raises(UserError, match="^runs/run/config.yaml cannot be read: unknown keys: train.fused$"):
-        load.load_run_config(RUN)
+        read_config(RUN)
     monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": True})
-    assert load.load_run_config(RUN).name == "run"
+    assert read_config(RUN).name == "run"
     monkeypatch.setattr(schema.TrainConfig, "removed_keys", {"train.fused": False})
     with pytest.raises(UserError, match="train.fused=True, but this version has no such key and always uses False"):
-        load.load_run_config(RUN)
+        read_config(RUN)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +319,7 @@ def test_a_removed_key_is_accepted_with_the_value_that_is_now_fixed(monkeypatch)
 def test_configurations_of_all_choices_are_read_as_they_were_written(choices, tmp_path):
     cfg = checked(choices)
     RunFolder(str(tmp_path), "run").write_config(cfg.model_dump())
-    assert load.load_run_config(tmp_path / "run") == cfg
+    assert read_config(tmp_path / "run") == cfg
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").format == 1
 
 

@@ -8,7 +8,7 @@ from conftest import TINY, checked, losses, metrics, run_train, weights
 from definition import small
 
 from checkpoints import resume, store
-from checkpoints.load import load_config
+from checkpoints.checkpoint import read_checkpoint
 from common.errors import UserError
 from configs import schema
 from training.optimizers import OPTIMIZERS
@@ -72,13 +72,13 @@ def test_the_state_is_stored_by_parameter_name(runs):
 
 
 def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs):
-    folder = runs / "adamw" / "checkpoints" / store.folder_name(3)
-    stored = load_config(folder).model_copy(update={"init_state": "all"})
+    checkpoint = read_checkpoint(runs / "adamw" / "checkpoints" / store.folder_name(3))
+    stored = checkpoint.config.model_copy(update={"init_state": "all"})
     other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
     assert schema.differences_for("resume", stored, other) == ["train.optimizer: 'adamw' -> 'sgd'"]
     with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
-        resume.check_initial(folder, other)
-    resume.check_initial(folder, stored)
+        resume.check_initial(checkpoint, other)
+    resume.check_initial(checkpoint, stored)
 
 
 def test_muon_trains_the_matrices_of_attention_and_mlp_with_updates_of_the_size_of_adamws(runs):

@@ -9,7 +9,7 @@ from conftest import REPOSITORY, evaluated, run_fid, run_sample, run_train
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
-from checkpoints import store
+from checkpoints.checkpoint import resolve_checkpoint
 from common.errors import UserError
 from extras import posthoc_ema
 from extras.posthoc_ema import Average, fit_profile, gamma_from_length
@@ -114,9 +114,9 @@ def tracked(tmp_path_factory):
 
 
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
-    folder = store.resolve_checkpoint(tracked, "checkpoint")
+    checkpoint = resolve_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
-    weights = {length: Average(folder, length).load() for length in (0.1, 0.18, 0.25)}
+    weights = {length: Average(checkpoint, length).load() for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
         trained = {name.partition("/")[2] for name in own}
         assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)
@@ -124,7 +124,7 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
     name = "final_layer.linear.weight"
     expected, steps = torch.zeros_like(weights[0.18][name]), [(2, 0.1), (2, 0.25), (4, 0.1), (4, 0.25), (6, 0.1), (6, 0.25)]
     for (step, length), factor in zip(steps, fit_profile(steps, (6, 0.18))[0]):
-        file = folder / "tracked_ema.safetensors" if step == 6 else posthoc_ema.list_snapshots(tracked)[step]
+        file = checkpoint.path / "tracked_ema.safetensors" if step == 6 else posthoc_ema.list_snapshots(tracked)[step]
         expected += factor * load_file(file)[f"{length:g}/{name}"].float()
     assert torch.allclose(weights[0.18][name], expected, atol=1e-6) and not torch.equal(weights[0.18][name], weights[0.1][name])
 
@@ -158,20 +158,20 @@ def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_lat
 def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(tracked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
-    folder, snapshots = store.resolve_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
-    identity = posthoc_ema.check_and_hash(folder, "ema", 0.18)
+    checkpoint, snapshots = resolve_checkpoint(run, "checkpoint"), posthoc_ema.list_snapshots(run)
+    identity = posthoc_ema.check_and_hash(checkpoint, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
-    assert posthoc_ema.check_and_hash(folder, "ema", 0.18) == identity
+    assert posthoc_ema.check_and_hash(checkpoint, "ema", 0.18) == identity
     content = bytearray(snapshots[4].read_bytes())
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
     with pytest.raises(UserError, match=f"{snapshots[4].name} .*its hash differs.*remove the file"):
-        Average(folder, 0.18).load()
+        Average(checkpoint, 0.18).load()
     for file in snapshots.values():
         file.unlink()
     with pytest.raises(UserError, match="sampling.ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
-        posthoc_ema.check_and_hash(folder, "ema", 0.18)
-    assert posthoc_ema.check_and_hash(folder, "ema", 0.25) != identity  # it is in the checkpoint
+        posthoc_ema.check_and_hash(checkpoint, "ema", 0.18)
+    assert posthoc_ema.check_and_hash(checkpoint, "ema", 0.25) != identity  # it is in the checkpoint
 
 
 def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_lengths_that_none_has(

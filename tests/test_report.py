@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from checkpoints.load import load_run_config
+from checkpoints.checkpoint import read_config
 from common.errors import UserError
 from configs.compose import compose_overrides, row_names
 from extras.report.__main__ import main
@@ -44,7 +44,7 @@ def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0
 
 def evaluate(folder, step, metrics, file=None, run=None, checkpoint=None, **settings):
     """Append the record of an evaluation of a run, without guidance unless `settings` say otherwise, and sampled as its row."""
-    cfg = load_run_config(folder)
+    cfg = read_config(folder)
     how = {"weights": "ema", **sampler_settings(cfg.sampler), "network_precision": cfg.sampling.precision}
     how |= {"num_samples": 50_000, "detector": "inception", "reference": "adm.npz", "reference_hash": "a" * 32}
     how |= {} if {"guidance", "cfg_scale"} & settings.keys() else {"cfg_scale": 1.0}

@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 
 import dit
 import guidance as guidances
+from checkpoints.checkpoint import read_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from common.images import labelled_grid
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
-from sample import class_numbers
 from sampling.flops import forward_flops
+from sampling.images import class_numbers
 from sampling.recipe import guidance_settings
 from sampling.sampler import ImageSampler
 from training import hooks
@@ -162,7 +163,7 @@ def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sam
         "machine.compile=blocks",
     ]  # moving ratios are not compiled: each would need its own code
     together = sample("moved", "seeds=0-3", *moved, checkpoint=last)
-    net = load_network(last, "ema", torch.device("cpu"))
+    net = load_network(read_checkpoint(last), "ema", torch.device("cpu"))
     # Heun evaluates the second and third of 3 noise levels twice. Both networks have the same size.
     strong, weak_ratios = [0, 0.3, 0.3, 0.6, 0.6], [0.6, 0.3, 0.3, 0, 0]
     gflops = sum(forward_flops(net, ratio) for ratio in strong + weak_ratios) / 1e9
@@ -216,7 +217,7 @@ def named(runs, tmp_path_factory):
 
 def test_class_names_are_in_file_names_and_grids_and_choose_classes(named, sample, tmp_path, monkeypatch):
     captions, grid = [], labelled_grid
-    monkeypatch.setattr("sample.labelled_grid", lambda images, texts: captions.append(texts) or grid(images, texts))
+    monkeypatch.setattr("sampling.images.labelled_grid", lambda images, texts: captions.append(texts) or grid(images, texts))
     images = sample("out", "seeds=0-3", "classes=[color,0]", checkpoint=named)
     assert list(images) == [f"seed_{i:06d}_class_{('001_color', '000_black-white')[i % 2]}.png" for i in range(4)]
     assert captions == [["1 color", "0 black, white"] * 2]

@@ -22,7 +22,8 @@ from forked import Command
 from PIL import Image
 
 from checkpoints import provenance, resume, store
-from checkpoints.load import load_config, load_network
+from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config
+from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
@@ -93,7 +94,7 @@ def test_two_training_steps_equal_their_definition(train, tmp_path):
     settings = [f"data.path={tmp_path / 'data'}", "model=sprint", "model.class_dropout=0.4", "model.path_drop=0.3", "seed=5"]
     settings += ["train.lr=1e-2", "train.betas=[0.8,0.9]", "train.weight_decay=0.3", "train.num_steps=2"]
     settings.append("train.grad_clip_norm=0.1")
-    cfg = load_config(folder_of(run := train("run", *settings), 2))
+    cfg = read_config(folder_of(run := train("run", *settings), 2))
     set_seed(5)
     net = cfg.model.build(cfg.data).train()
     optimizer = torch.optim.AdamW(
@@ -170,7 +171,7 @@ def test_a_run_logs_its_plan_and_writes_its_config_metrics_and_checkpoints(train
     last = metrics(run)[-1]
     assert last["step"] == 6 and last["images_seen"] == 24 and last["lr"] == 2e-3
     assert last["images_per_sec"] > 0 and last["grad_norm"] > 0
-    stored = load_config(folder_of(run, 6))
+    stored = read_config(folder_of(run, 6))
     assert stored.data.scale_factor == pytest.approx(2 / 3) and stored.sampling.autoencoder == "identity"
     assert (run / "config.yaml").read_text() == (folder_of(run, 6) / "config.yaml").read_text()
     before = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*")}
@@ -231,11 +232,11 @@ def test_a_run_records_the_commit_and_whether_files_were_modified(monkeypatch, t
         ("train.ema_lengths=[0.1]", r"train.ema_lengths: \[\] -> \[0.1\]"),
     ],
 )
-def test_a_resume_with_different_settings_is_refused_and_names_the_difference(monkeypatch, tmp_path, change, words):
-    monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
+def test_a_resume_with_different_settings_is_refused_and_names_the_difference(tmp_path, change, words):
+    checkpoint = Checkpoint(tmp_path, "", 1, checked(TINY), {})
     for choice in ("auto", "changed"):  # a run cannot change these settings on its way
         with pytest.raises(UserError, match=f"{words}.*or start another run with name=...$"):
-            resume.check_resume(tmp_path, checked([*TINY, "train.lr=1", change, f"resume={choice}"]))
+            resume.check_resume(checkpoint, checked([*TINY, "train.lr=1", change, f"resume={choice}"]))
 
 
 @pytest.mark.parametrize(
@@ -254,25 +255,22 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(mo
         (["train.schedule=cosine"], "train.num_steps=9", "train.num_steps: 6 -> 9"),
     ],
 )
-def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(
-    monkeypatch, tmp_path, caplog, stored, change, line
-):
-    monkeypatch.setattr(resume, "load_config", lambda folder: checked([*TINY, *stored]))
+def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(tmp_path, caplog, stored, change, line):
+    checkpoint = Checkpoint(tmp_path, "", 1, checked([*TINY, *stored]), {})
     with pytest.raises(UserError) as error:
-        resume.check_resume(tmp_path, checked([*TINY, *stored, change]))
+        resume.check_resume(checkpoint, checked([*TINY, *stored, change]))
     remedy = "Restore them, or start another run with name=..., or accept them with resume=changed"
     assert str(error.value) == f"resume: {tmp_path} belongs to a run with different settings: {line}. {remedy}"
     assert not caplog.text
-    resume.check_resume(tmp_path, checked([*TINY, *stored, change, "resume=changed"]))
+    resume.check_resume(checkpoint, checked([*TINY, *stored, change, "resume=changed"]))
     assert [record.message for record in caplog.records] == [f"resumed with a changed setting: {line}"]
 
 
-def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(resume, "load_config", lambda folder: checked(TINY))
+def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(tmp_path, caplog):
     free = ["train.num_steps=9", "machine.compile=none", "train.log_every=3", "name=x", "output_dir=y", "data.path=z"]
     free += ["sampler.num_steps=3", "sampler.num_steps=5", "evaluation.every=2", "sampling.rounding=truncate", "guidance=cfg"]
     free += ["evaluation.detector=inception", "sampling.labels=balanced", "sampling.precision=bf16", "sampling.precision=bf16"]
-    resume.check_resume(tmp_path, checked([*TINY, *free]))
+    resume.check_resume(Checkpoint(tmp_path, "", 1, checked(TINY), {}), checked([*TINY, *free]))
     assert not caplog.text
 
 
@@ -351,7 +349,7 @@ def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_wit
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("selection_ratio: 0.07", "selection_ratio: 0.06"))
     renew_manifest(folder)
-    assert load_network(folder, "ema", torch.device("cpu")).router.selection_ratios() == (0.06,)
+    assert load_network(read_checkpoint(folder), "ema", torch.device("cpu")).router.selection_ratios() == (0.06,)
 
 
 def test_a_run_of_which_only_hidden_files_are_left_starts_anew(train):
@@ -785,19 +783,17 @@ def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses
 
 
 @pytest.mark.parametrize("change", ["model.backbone=DiT-XS/4", "model.learn_sigma=true", "diffusion=sit"])
-def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
-    stored, key = [checked(TINY)], "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
-    monkeypatch.setattr(resume, "load_config", lambda folder: stored[-1])
-    monkeypatch.setattr(store, "read_step", lambda folder: 1)
-    monkeypatch.setattr(store, "imported_from", lambda folder: None)
+def test_weights_that_do_not_fit_are_refused(tmp_path, change):
+    checkpoint = Checkpoint(tmp_path, "", 1, checked(TINY), {})
+    key = "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
     with pytest.raises(UserError, match=key):
-        resume.check_initial(tmp_path, checked([*TINY, "init_from=x", change]))
-    resume.check_initial(tmp_path, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
+        resume.check_initial(checkpoint, checked([*TINY, "init_from=x", change]))
+    resume.check_initial(checkpoint, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
     cfg = checked([*TINY, "init_from=x"])
     scaled = cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})
-    stored.append(cfg.model_copy(update={"data": scaled}))
+    checkpoint = Checkpoint(tmp_path, "", 1, cfg.model_copy(update={"data": scaled}), {})
     with pytest.raises(UserError, match="does not fit this configuration: data.latents_mean") as refused:
-        resume.check_initial(tmp_path, cfg)
+        resume.check_initial(checkpoint, cfg)
     assert len(str(refused.value)) < 500
 
 
@@ -806,12 +802,12 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch, tmp_path, change):
 
 
 def patch_save(monkeypatch, before):
-    """Call before(checkpoint) in the writing thread before each write. Return a list to which each trained step is added."""
+    """Call before(step) in the writing thread before each write. Return a list to which each trained step is added."""
     original_save, original_step, trained = store.save, Trainer.train_step, []
 
-    def save(root, checkpoint, *args):
-        before(checkpoint)
-        return original_save(root, checkpoint, *args)
+    def save(root, step, *args):
+        before(step)
+        return original_save(root, step, *args)
 
     def train_step(trainer, micro_batches):
         original_step(trainer, micro_batches)
@@ -823,15 +819,15 @@ def patch_save(monkeypatch, before):
 
 
 def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_holds_its_own_step(whole, train, monkeypatch):
-    trained = patch_save(monkeypatch, lambda c: wait_for(lambda: trained[-1] == min(c.step + 1, 6)))
+    trained = patch_save(monkeypatch, lambda step: wait_for(lambda: trained[-1] == min(step + 1, 6)))
     run = train("run", "checkpoint.every=1", "checkpoint.keep_last=10")
     for step in range(1, 7):
         assert_same_files(whole, run, step)
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_one_is_due(train, monkeypatch, tmp_path):
-    def fail(checkpoint):
-        raise UserError(f"no room for step {checkpoint.step}")
+    def fail(step):
+        raise UserError(f"no room for step {step}")
 
     patch_save(monkeypatch, fail)
     with pytest.raises(UserError, match="^no room for step 20$"):
@@ -884,6 +880,6 @@ def test_a_run_with_other_classes_than_its_initial_weights_gets_a_new_label_tabl
     old, new = weights(whole, 6), weights(run, 1)
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old if "y_embedder" not in name)
     (tuned,) = store.list_steps(run / "checkpoints").values()
-    assert store.load(tuned).state["ema_num_updates"] == 1  # the EMA soon forgets the new table's random start
+    assert store.read_state(tuned)["ema_num_updates"] == 1  # the EMA soon forgets the new table's random start
     with pytest.raises(UserError, match="data.num_classes: 10 -> 3"):
         train("all", *data[:2], f"init_from={folder_of(whole, 4)}", "init_state=all")

@@ -10,6 +10,7 @@ from PIL import Image
 from scipy.stats import norm
 
 from checkpoints import store
+from checkpoints.checkpoint import read_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
@@ -44,7 +45,7 @@ def test_the_validation_loss_equals_its_definition(run, held_out):
     dataset = LatentDataset(held_out)
     scale = LatentDataset("latents/digits.safetensors").info.scale_factor
     assert scale != dataset.info.scale_factor
-    net = load_network(run / "checkpoints" / store.folder_name(6), "ema", CPU).eval()
+    net = load_network(read_checkpoint(run / "checkpoints" / store.folder_name(6)), "ema", CPU).eval()
     sums, counts = np.zeros(10), np.zeros(10)
     for item in range(23):
         stored, label = dataset.fetch(np.array([item]), np.array([False]))

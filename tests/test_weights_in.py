@@ -20,6 +20,7 @@ from stand_ins import untrained_va_vae
 
 import dit
 from checkpoints import load, store
+from checkpoints.checkpoint import read_checkpoint, resolve_checkpoint
 from common.errors import UserError
 from common.files import REPOSITORY
 from configs.command_line import run_command
@@ -68,14 +69,14 @@ def import_file(tmp_path):
     def run(content, kind, file="weights.pt", output="imported", **settings):
         (save_file if file.endswith(".safetensors") else torch.save)(content, tmp_path / file)
         importing.import_weights(str(tmp_path / file), kind, str(tmp_path / output), **settings)
-        folder = store.resolve_checkpoint(tmp_path / output, "checkpoint")
-        return load.load_config(folder), folder
+        checkpoint = resolve_checkpoint(tmp_path / output, "checkpoint")
+        return checkpoint.config, checkpoint.path
 
     return run
 
 
 def network(cfg, folder, weights="ema"):
-    return load.load_network(folder, weights, torch.device("cpu"))
+    return load.load_network(read_checkpoint(folder), weights, torch.device("cpu"))
 
 
 @torch.no_grad()
@@ -142,7 +143,7 @@ def test_an_imported_tread_checkpoint_has_raw_weights_an_ema_and_its_step(import
         F_x = published_output(w, x / (s**2 + 0.25).sqrt(), sigma.log() / 4, y)
         expected = 0.25 / (s**2 + 0.25) * x + s * 0.5 / (s**2 + 0.25).sqrt() * F_x
         assert_same(EDM().denoise(network(cfg, folder, weights), x, sigma, y), expected)
-    assert store.read_step(folder) == 400 and cfg.sampling.rounding == "truncate"
+    assert read_checkpoint(folder).step == 400 and cfg.sampling.rounding == "truncate"
     with pytest.raises(UserError, match="output=.*imported exists"):  # nothing is overwritten
         import_file(stored, "tread", **PIXELS)
 
@@ -183,7 +184,7 @@ def test_lightningdits_weights_are_fine_tuned_on_images_that_were_encoded_with_i
         encode(tmp_path / "images", tmp_path / name, f"va-vae:{tmp_path / 'vavae.pt'}", "kind=sample", how)
     keys = ["model=lightningdit", "model.backbone=LightningDiT-XS/1", "diffusion=sit", "data=custom", "train.precision=fp32"]
     keys += ["train.num_steps=1", "guidance=none", f"init_from={tmp_path / 'imported'}"]
-    assert store.resolve_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").name == "step_0000001"
+    assert resolve_checkpoint(train("tuned", *keys, f"data.path={tmp_path / 'good'}"), "checkpoint").step == 1
     with pytest.raises(UserError, match="init_from=.*imported does not fit this configuration: data.latents_mean: "):
         train("refused", *keys, f"data.path={tmp_path / 'other'}")
 
@@ -195,7 +196,7 @@ def images_of(checkpoint, output, *overrides):
 
 def test_an_imported_and_a_native_checkpoint_of_equal_weights_give_the_same_images(import_file, train, tmp_path):
     native = train("native", "diffusion=sit", "sampling.rounding=truncate", "train.num_steps=2", "train.lr=1e-2")
-    weights = store.load_weights(store.resolve_checkpoint(native, "checkpoint"), "ema")
+    weights = store.load_weights(resolve_checkpoint(native, "checkpoint").path, "ema")
     _, imported = import_file({name: value.clone() for name, value in weights.items()}, "repa", **PIXELS)
     same = ["seeds=0-4", "guidance=none", "sampling.batch_size=3", "sampler.solver=heun"]
     ours, theirs = (images_of(folder, tmp_path / name, *same) for folder, name in ((native, "a"), (imported, "b")))
@@ -214,7 +215,7 @@ def test_images_of_imported_dit_weights_do_not_depend_on_the_batch(import_file, 
 def test_training_starts_from_imported_weights_and_their_ema_has_no_warm_up(import_file, train):
     _, folder = import_file(dit_weights(learn_sigma=True), "sit", **PIXELS)
     run = train("tuned", "diffusion=sit", f"init_from={folder}", "train.num_steps=1", "train.lr=1e-2")
-    after = store.resolve_checkpoint(run, "checkpoint")
+    after = resolve_checkpoint(run, "checkpoint").path
     ema, raw, before = (
         store.load_weights(*one)["blocks.0.attn.qkv.weight"] for one in ((after, "ema"), (after, "raw"), (folder, "ema"))
     )
@@ -405,6 +406,6 @@ def test_the_script_in_the_documentation_samples_a_run_without_the_rest_of_the_p
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     latents, noise = torch.load(tmp_path / "latents.pt")
-    net, edm = load.load_network(run / "checkpoints" / "step_0000001", "ema", torch.device("cpu")), EDM()
+    net, edm = load.load_network(read_checkpoint(run / "checkpoints" / "step_0000001"), "ema", torch.device("cpu")), EDM()
     expected = edm.Sampler()(lambda x, sigma, y: edm.denoise(net, x, sigma, y), noise, torch.tensor([3, 7]))
     assert torch.allclose(latents, expected, atol=1e-4) and latents.std() > 0.1

@@ -20,12 +20,11 @@ from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.shards import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
-from runtime.processes import check_same, on_main
-from sampling.evaluator import Evaluator, build_detectors, open_reference
-from sampling.recipe import Recipe, compile_mode_for
-from sampling.score import settings_of_scores
+from sampling.evaluator import Evaluator, build_detectors
+from sampling.recipe import compile_mode_for
 from training import hooks, saving
 from training.ema import EMA
+from training.start import Plan
 from training.trainer import Hook
 from training.validation import Validation
 
@@ -109,7 +108,6 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         raise UserError(f"evaluation.validation={cfg.evaluation.validation} {problem}")
     with name_key("evaluation.validation"):
         validation = LatentDataset(cfg.evaluation.validation)
-    check_same(validation.fingerprint, "evaluation.validation", validation.path)
     for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
         if here != there and (key != "class_names" or differing_class(here, there)):
@@ -133,41 +131,30 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
 
 
 def build_hooks(
-    cfg: schema.TrainConfig, ema: EMA, run: RunFolder, dataset: LatentDataset, accelerator: Accelerator
+    cfg: schema.TrainConfig,
+    plan: Plan,
+    ema: EMA,
+    run: RunFolder,
+    validation: LatentDataset | None,
+    accelerator: Accelerator,
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
-    validation = open_validation(cfg, dataset)
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
     active += ema.hooks(run, cfg.train.ema_snapshot_every)
-    # Check the sampling and evaluation settings before any slow work.
-    if cfg.evaluation.every:
-        on_main(run.results.check)
-    is_evaluated = cfg.evaluation.every and not (validation and cfg.evaluation.reference is None)
-    grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
-    recipes: list[Recipe] = []
-    if is_evaluated:
-        for guidance in cfg.guidance:
-            recipe = Recipe.in_training(cfg, guidance)
-            if recipe.settings() not in [other.settings() for other in recipes]:  # intervals have no effect at cfg_scale=1
-                recipes.append(recipe)
-        needs = cfg.evaluation.all_detectors, cfg.data.resolution, cfg.evaluation.background, dataset.settings
-        reference = open_reference(cfg.evaluation.reference, "evaluation.reference", *needs)
-    decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if grid or recipes else None
-    used = [*recipes, *([grid] if grid else [])]
-    mode = compile_mode_for(used, resolve_compile(cfg.machine.compile, accelerator.device))
+    decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if plan.recipes else None
+    mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)
-    if grid:
-        sampler = grid.build_sampler(ema.net, decoder, accelerator.device, mode)
+    if plan.grid:
+        sampler = plan.grid.build_sampler(ema.net, decoder, accelerator.device, mode)
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
-    if is_evaluated:
-        samplers = [recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for recipe in recipes]
+    if plan.evaluated:
+        samplers = [recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for recipe in plan.evaluated]
         cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, reference, cfg.sampling.batch_size, cache)
-        pairs = list(zip(recipes, samplers))
-        scores = settings_of_scores(cfg.evaluation, reference)
-        active.append(hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, pairs, scores))
+        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, cache)
+        pairs = list(zip(plan.evaluated, samplers))
+        active.append(hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, pairs, plan.scores))
     if validation:
         active.append(Validation(run.results, cfg.evaluation.every, validation))
     return active

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from checkpoints import store
-from checkpoints.load import load_class_names, load_config
+from checkpoints.checkpoint import Checkpoint
 from checkpoints.run import RunFolder
 from common.errors import Diverged, UserError
 from common.images import differing_class
@@ -81,11 +80,11 @@ class CheckpointHook(Hook):
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
         )
-        checkpoint = store.Checkpoint(trainer.step, **states, state=state.model_dump(), config=trainer.cfg.model_dump())
-        self._writing = self._thread.submit(self._save, checkpoint)
+        contents = store.Tensors(**states), state.model_dump(), trainer.cfg.model_dump()
+        self._writing = self._thread.submit(self._save, trainer.step, *contents)
 
-    def _save(self, checkpoint: store.Checkpoint) -> None:
-        store.save(self.run.checkpoints, checkpoint, *self.keep)
+    def _save(self, step: int, tensors: store.Tensors, state: dict, config: dict) -> None:
+        store.save(self.run.checkpoints, step, tensors, state, config, *self.keep)
         with contextlib.suppress(OSError):  # the disk may be full now
             self.run.has_saved.touch()
 
@@ -118,62 +117,73 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def resume(trainer: Trainer, folder: Path) -> None:
-    """Resume a run from a verified checkpoint."""
-    checkpoint = store.load(folder)
-    state = read_stored(checkpoint.state, TrainerState, folder / "state.json")
+def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Resume a run from its checkpoint."""
+    folder, state = checkpoint.path, read_trainer_state(checkpoint)
     if state.data != trainer.dataset.fingerprint:
         raise UserError(
-            f"resume: {folder} was trained on other latents or labels ({checkpoint.config['data']['path']}) than data.path="
+            f"resume: {folder} was trained on other latents or labels ({checkpoint.config.data.path}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
     sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
     store.check_tensors(folder / "state.json", sums, {name: getattr(trainer, name) for name in sums})
-    restore_weights(trainer, folder, checkpoint)
-    restore_training_state(trainer, folder, checkpoint)
+    tensors = store.load(folder)
+    restore_weights(trainer, checkpoint, tensors)
+    restore_training_state(trainer, checkpoint, tensors)
     trainer.loss_sums.copy_(sums["loss_sums"])
     trainer.last_logged_step -= state.loss_count
     trainer.image_offset = state.image_offset
     if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
         trainer.bin_sums.copy_(sums["bin_sums"])
     log.info("resumed from %s", folder)
-    before, now = (learning_rate(train, trainer.step) for train in (load_config(folder).train, trainer.cfg.train))
+    before, now = (learning_rate(train, trainer.step) for train in (checkpoint.config.train, trainer.cfg.train))
     if before != now:
         message = "the learning rate of step %d is %.3g; with the settings of the checkpoint, it was %.3g"
         log.warning(message, trainer.step, now, before)
 
 
-def init_from(trainer: Trainer, folder: Path, init_state: str) -> None:
-    """Load another run's weights and EMA from a verified checkpoint. With init_state=all, also load the optimizer and step."""
-    checkpoint = store.load(folder) if init_state == "all" else store.load_initial(folder)
-    sides = (trainer.net.state_dict(), checkpoint.model)
+def init_from(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
+    """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step.
+
+    `class_names` are the names of the classes of the other run, or None if they are unknown.
+    """
+    folder = checkpoint.path
+    tensors = store.load(folder) if init_state == "all" else store.load_initial(folder)
+    sides = (trainer.net.state_dict(), tensors.model)
     num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
     if init_state == "all":
-        state = read_stored(checkpoint.state, TrainerState, folder / "state.json")
-        restore_weights(trainer, folder, checkpoint)
-        restore_training_state(trainer, folder, checkpoint)
-        larger = load_config(folder).train.batch_size - trainer.cfg.train.batch_size
+        state = read_trainer_state(checkpoint)
+        restore_weights(trainer, checkpoint, tensors)
+        restore_training_state(trainer, checkpoint, tensors)
+        larger = checkpoint.config.train.batch_size - trainer.cfg.train.batch_size
         trainer.image_offset = state.image_offset + checkpoint.step * larger
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
-        restore_weights(trainer, folder, checkpoint)
+        restore_weights(trainer, checkpoint, tensors)
     else:
         message = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(message, folder, stored_num_classes, num_classes)
-        restore_weights_except_labels(trainer, folder, checkpoint)
-    differing = differing_class(load_class_names(folder), trainer.dataset.class_names)
+        restore_weights(trainer, checkpoint, tensors, without=LABEL_TABLE)
+        # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
+        trainer.ema.num_updates_before = 0
+    differing = differing_class(class_names, trainer.dataset.class_names)
     if differing and num_classes == stored_num_classes:
         message = "%s was trained on other classes (%s), and each class starts from the old class of the same number"
         log.warning(message, folder, differing)
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {trainer.step}" if init_state == "all" else "")
 
 
+def read_trainer_state(checkpoint: Checkpoint) -> TrainerState:
+    state = {name: value for name, value in checkpoint.state.items() if name != "step"}
+    return read_stored(state, TrainerState, checkpoint.path / "state.json")
+
+
 @torch.no_grad()
-def restore_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint, *, without: str | None = None) -> None:
+def restore_weights(trainer: Trainer, checkpoint: Checkpoint, tensors: store.Tensors, *, without: str | None = None) -> None:
     """Copy the weights and the EMA of a checkpoint into a trainer, except the parameter `without`.
 
-    The checkpoint is memory-mapped, so its tensors occupy host memory only briefly.
+    The tensors are memory-mapped, so they occupy host memory only briefly.
     """
-    sides = (checkpoint.model, trainer.net.state_dict(), checkpoint.ema, trainer.ema.averages)
+    folder, sides = checkpoint.path, (tensors.model, trainer.net.state_dict(), tensors.ema, trainer.ema.averages)
     model, own, ema, averages = ({name: x for name, x in side.items() if name != without} for side in sides)
     num_updates = checkpoint.state.get("ema_num_updates")
     if type(num_updates) is not int:
@@ -186,24 +196,18 @@ def restore_weights(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint
     trainer.ema.num_updates_before = num_updates
 
 
-def restore_weights_except_labels(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
-    """Load the weights and the EMA for data with another number of classes. The label table keeps its initial weights."""
-    restore_weights(trainer, folder, checkpoint, without=LABEL_TABLE)
-    # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
-    trainer.ema.num_updates_before = 0
-
-
 @torch.no_grad()
-def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Checkpoint) -> None:
+def restore_training_state(trainer: Trainer, checkpoint: Checkpoint, tensors: store.Tensors) -> None:
     """Load the step, the optimizer and, if the run has them, the projector and the tracked averages.
 
     Call `restore_weights` first. Raises UserError if the encoder weights differ, or if a file does not fit the parameters.
     """
+    folder = checkpoint.path
     trainer.step = trainer.first_step = trainer.last_logged_step = checkpoint.step
     trainer.ema.num_updates_before -= checkpoint.step
     for name, like in trainer.ema.states().items():
-        store.check_tensors(folder / f"{name}.safetensors", getattr(checkpoint, name) or {}, like)
-    state = checkpoint.optimizer.get("state", {})
+        store.check_tensors(folder / f"{name}.safetensors", getattr(tensors, name) or {}, like)
+    state = tensors.optimizer.get("state", {})
     optimizers.check_state(folder / "optimizer.pt", state, trainer.optimizers, trainer.parameters)
     if trainer.alignment is not None:
         hashes = checkpoint.state.get("encoder_hash"), trainer.alignment.encoder_hash
@@ -211,9 +215,9 @@ def restore_training_state(trainer: Trainer, folder: Path, checkpoint: store.Che
         if len({str(encoder_hash).partition("-")[0] for encoder_hash in hashes}) > 1:
             raise UserError(f"{folder} was aligned with other encoder weights than alignment.encoder_weights")
         projector = trainer.alignment.projector.state_dict()
-        store.check_tensors(folder / "projector.safetensors", checkpoint.projector or {}, projector)
+        store.check_tensors(folder / "projector.safetensors", tensors.projector or {}, projector)
         for name, value in projector.items():
-            value.copy_(checkpoint.projector[name])
-    if checkpoint.tracked_ema is not None:
-        trainer.ema.load("tracked_ema", checkpoint.tracked_ema)
+            value.copy_(tensors.projector[name])
+    if tensors.tracked_ema is not None:
+        trainer.ema.load("tracked_ema", tensors.tracked_ema)
     optimizers.load_state(trainer.optimizers, trainer.parameters, state)

@@ -1,41 +1,108 @@
-"""Record and log the settings with which a run starts."""
+"""Decide with which checkpoints and recipes a run starts, and record the start."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from checkpoints import store
-from checkpoints.load import load_config
+from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.provenance import describe_start
-from checkpoints.resume import changes_on_resume
+from checkpoints.resume import changes_on_resume, open_existing_run, select_initial_checkpoint, start_run
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
+from configs.schema import TrainConfig
+from evaluations.images import ImageSet
+from latents.shards import LatentDataset
 from runtime.compilation import resolve_compile
-from training import optimizers
+from runtime.processes import Seen, see_file
+from sampling.evaluator import open_reference
+from sampling.recipe import Recipe, see_weak_checkpoints
+from sampling.score import settings_of_scores
+from training import optimizers, tracking
 from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-def record_start(trainer: Trainer, run: RunFolder, newest: Path | None, initial: Path | None) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """With what a run starts. The main process decides it for all processes.
+
+    Attributes:
+        newest: Checkpoint from which the run resumes, or None if it starts at its first step.
+        initial: Checkpoint of init_from with which the run begins, or None.
+        initial_classes: Names of the classes of `initial`, or None if they are unknown.
+        grid: Recipe of the sample grids, or None without grids.
+        evaluated: Recipe for each guidance whose samples are scored.
+        reference: Images with which these samples are compared, or None.
+        scores: What the scores depend on besides the samples (`settings_of_scores`).
+    """
+
+    newest: Checkpoint | None
+    initial: Checkpoint | None
+    initial_classes: list[str] | None
+    grid: Recipe | None
+    evaluated: list[Recipe] = field(default_factory=list)
+    reference: ImageSet | None = None
+    scores: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        return [*self.evaluated, *([self.grid] if self.grid else [])]
+
+    def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[Seen]:
+        """Return what this process sees of the files that all processes read."""
+        files = {"output_dir": self.newest, "init_from": self.initial}
+        seen = [see_file(key, checkpoint.manifest) for key, checkpoint in files.items() if checkpoint]
+        seen += see_weak_checkpoints(self.recipes)
+        data = {"data.path": dataset, "evaluation.validation": validation}
+        seen += [Seen(key, latents.path, latents.fingerprint) for key, latents in data.items() if latents is not None]
+        reference = self.reference
+        return seen + ([Seen("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else [])
+
+
+def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> Plan:
+    """Find the checkpoints with which a run starts, and check all that can be checked before slow work."""
+    tracking.check_login(cfg.wandb.mode)
+    initial = select_initial_checkpoint(run, cfg)
+    newest = open_existing_run(run, cfg)
+    tracking.check_folder(run, cfg.wandb.mode)
+    settings, own = cfg.evaluation, {}
+    if settings.every:
+        run.results.check()
+    grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
+    if settings.every and not (settings.validation and settings.reference is None):
+        own["evaluated"] = evaluated = []
+        for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
+            if recipe.settings() not in [other.settings() for other in evaluated]:  # intervals have no effect at cfg_scale=1
+                evaluated.append(recipe)
+        needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.settings
+        own["reference"] = open_reference(settings.reference, "evaluation.reference", *needs)
+        own["scores"] = settings_of_scores(settings, own["reference"])
+    return Plan(newest, initial, initial and read_class_names(initial), grid, **own)
+
+
+def record_start(trainer: Trainer, run: RunFolder, plan: Plan) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
-    The main process calls this function. Raises UserError if the disk has no room for a checkpoint.
-    `newest` is the checkpoint from which the run resumes, and `initial` that of init_from with which it begins.
+    The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
+    Raises UserError if the disk has no room for a checkpoint.
     """
-    cfg, accelerator = trainer.cfg, trainer.accelerator
+    cfg, accelerator, newest = trainer.cfg, trainer.accelerator, plan.newest
+    if newest is None:
+        start_run(run, cfg)
     if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        changed = [] if newest is None else changes_on_resume(load_config(newest), cfg)
-        append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, initial))
+        changed = [] if newest is None else changes_on_resume(newest.config, cfg)
+        append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, plan.initial))
     run.delete_results_after(trainer.step)
-    log_plan(trainer, run)
+    log_settings(trainer, run)
 
 
-def log_plan(trainer: Trainer, run: RunFolder) -> None:
+def log_settings(trainer: Trainer, run: RunFolder) -> None:
     """Log the main settings of a run and the disk space that its checkpoints need. Refuse a disk without room for one."""
     cfg, net, data, train, device = trainer.cfg, trainer.net, trainer.dataset, trainer.cfg.train, trainer.device
     num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)

@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 
 import numpy as np
 
-from checkpoints.load import load_run_config
+from checkpoints.checkpoint import read_config
 from checkpoints.run import present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines, write_atomically
@@ -368,7 +368,7 @@ def collect(output: Text, runs: Text = "runs") -> None:
     for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
         if not (starts := present_starts([*read_lines(run / "starts.jsonl")])):
             continue
-        cfg, start = load_run_config(run), starts[0]
+        cfg, start = read_config(run), starts[0]
         arm = run.name.removeprefix("search_").rpartition("_")[0]
         run_fields = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
         weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from checkpoints import store
-from checkpoints.load import load_run_config
+from checkpoints.checkpoint import read_config
 from checkpoints.provenance import device_name, git_commit
 from checkpoints.run import present_starts, read_metrics
 from common.errors import UserError
@@ -288,7 +288,7 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
         return
     import torch
 
-    starts, train = present_starts([*read_lines(run / "starts.jsonl")]), load_run_config(run).train
+    starts, train = present_starts([*read_lines(run / "starts.jsonl")]), read_config(run).train
     hashes = ema_hashes(run)
     commit, modified = git_commit()
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from checkpoints import store
-from checkpoints.load import load_run_config
+from checkpoints.checkpoint import read_config
 from checkpoints.run import is_renamed, present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines
@@ -102,7 +102,7 @@ class Run:
         """Return the fingerprint of the latents by the newest checkpoint, or None if no checkpoint is here."""
         for folder in reversed(store.list_steps(self.path / "checkpoints").values()):
             with contextlib.suppress(UserError):
-                return store.read_data_hash(folder)
+                return store.read_state(folder).get("data")
         return None
 
     @cached_property
@@ -164,7 +164,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    run, lines = Run(path, load_run_config(path), present_starts(starts)), read_metrics(path / "metrics.jsonl")
+    run, lines = Run(path, read_config(path), present_starts(starts)), read_metrics(path / "metrics.jsonl")
     for line in lines:
         run.speeds[line["step"]] = line["steps_per_sec"]
         if isinstance(images := line.get("images_seen"), int):

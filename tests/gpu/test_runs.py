@@ -97,7 +97,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
         return {name: x.detach().cpu().clone() for name, x in (trainer.net.state_dict() | trainer.ema.averages | moments).items()}
 
     begun, may_write, save = [], threading.Event(), store.save
-    monkeypatch.setattr(store, "save", lambda *args: (begun.append(args[1].step), may_write.wait(60), save(*args))[2])
+    monkeypatch.setattr(store, "save", lambda *args: (begun.append(args[1]), may_write.wait(60), save(*args))[2])
     trainer = trainer_for(device, size, tmp_path, f"train.cuda_graphs={graphs}")
     run, batches, expected = RunFolder(str(tmp_path), "run"), trainer.batches(), {}
     run.open()
