@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.randomness import SampleRandom
-from routing_module import Route, SelectionRule, TokenRouter, build_rule, uniform_noise
+from routing_module import Route, SelectionRule, TokenRouter, build_rule, num_kept_tokens, uniform_noise
 
 # Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
@@ -130,6 +130,12 @@ class DiTBlock(nn.Module):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), *tables))
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+    def flops(self, num_tokens: int) -> int:
+        """Return the FLOPs of the matrix products for `num_tokens` tokens of one image (see `DiT.forward_flops`)."""
+        linear = [layer for name, layer in self.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
+        attention = 2 * 2 * num_tokens**2 * self.attn.proj.in_features  # Q K^T, and the product of the attention weights and V
+        return 2 * num_tokens * sum(x.weight.numel() for x in linear) + attention + 2 * self.adaLN_modulation[1].weight.numel()
 
 
 class FinalLayer(nn.Module):
@@ -361,3 +367,25 @@ class DiT(nn.Module):
         grid, p = math.isqrt(self.num_tokens), self.patch_size
         x = tokens.reshape(len(tokens), grid, grid, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), self.out_channels, grid * p, grid * p)
+
+    def forward_flops(self, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
+        """Return the FLOPs of the matrix products in a forward pass for one image. A multiply-add counts as 2 FLOPs.
+
+        By convention, the FLOPs of norms, activation functions, elementwise modulation and softmax are not counted.
+
+        Args:
+            selection_ratios: Fraction of tokens that SKIP a window, as one number for all routes or one number per route. With 0,
+                no token skips, as in sampling. With 1, all tokens skip. With None, each route uses its own ratio, as in training.
+        """
+        N, D = self.num_tokens, self.pos_embed.shape[-1]
+        conv, final = self.x_embedder.proj, self.final_layer
+        patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
+        conditioning = 2 * sum(layer.weight.numel() for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]))
+        tokens = [N] * len(self.blocks)
+        for route, ratio in zip(self.router.routes, self.router.selection_ratios(selection_ratios)):
+            for i in range(route.start_layer_idx, route.end_layer_idx + 1):
+                tokens[i] = num_kept_tokens(N, ratio)
+        blocks = sum(block.flops(num_tokens) for block, num_tokens in zip(self.blocks, tokens) if num_tokens)
+        blocks += sum(2 * N * layer.weight.numel() for layer in self.route_end_modules.modules() if isinstance(layer, nn.Linear))
+        output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
+        return patch_embedding + conditioning + blocks + output

@@ -55,7 +55,7 @@ def none(inputs: GuidanceInputs) -> Denoiser:
     return inputs.denoise
 
 
-def cfg(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None, **bounds: float | None) -> Denoiser:
+def classifier_free(inputs: GuidanceInputs, *, cfg_scale: float, channels: int | None = None, **bounds: float | None) -> Denoiser:
     """Classifier-free guidance (arXiv 2207.12598): D = D_null + cfg_scale * (D_label - D_null). `interval` is `cfg` with bounds.
 
     Args:
@@ -199,4 +199,11 @@ def _guide(
     return denoiser
 
 
-GUIDANCES = {"none": none, "cfg": cfg, "interval": cfg, "path_drop": path_drop, "sparse": sparse, "autoguidance": autoguidance}
+GUIDANCES = {
+    "none": none,
+    "cfg": classifier_free,
+    "interval": classifier_free,
+    "path_drop": path_drop,
+    "sparse": sparse,
+    "autoguidance": autoguidance,
+}

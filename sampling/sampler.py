@@ -17,7 +17,6 @@ from configs.schema import Data, Diffusion, Sampler
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder, to_uint8
 from latents.shards import restore_latents
-from sampling.flops import forward_flops
 
 
 @dataclass
@@ -84,7 +83,7 @@ class ImageSampler:
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
         latents = self.sampler(self.guidance(inputs), noise, y, random)
-        flops = sum(number * forward_flops(*what) for what, number in calls.items())
+        flops = sum(number * net.forward_flops(ratios) for (net, ratios), number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         if not latents.isfinite().all():
             raise UserError(

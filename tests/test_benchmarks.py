@@ -39,7 +39,6 @@ from extras.benchmarks.evidence import (
 )
 from extras.benchmarks.harness import TimedVariant, measure
 from routing_module import Route
-from sampling import flops
 
 CPU = torch.device("cpu")
 
@@ -56,11 +55,11 @@ def counted_flops(function):
 def test_flops_equal_the_count_of_torch_dense_and_routed(file, backbone, routes):
     net = file.build(backbone, input_size=16, in_channels=4, num_classes=10, routes=routes)
     inputs = torch.randn(1, 4, 16, 16), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    assert counted_flops(lambda: net.eval()(*inputs))[0] == flops.forward_flops(net)
+    assert counted_flops(lambda: net.eval()(*inputs))[0] == net.forward_flops()
     forward, out = counted_flops(lambda: net.train()(*inputs))
-    assert forward == flops.forward_flops(net, None)
+    assert forward == net.forward_flops(None)
     backward, _ = counted_flops(lambda: out.sum().backward())
-    assert forward + backward == pytest.approx(3 * flops.forward_flops(net, None), rel=0.05)  # the input needs no gradient
+    assert forward + backward == pytest.approx(3 * net.forward_flops(None), rel=0.05)  # the input needs no gradient
 
 
 def test_variants_take_turns_after_they_have_warmed_up():

@@ -104,7 +104,7 @@ def test_guidance_takes_the_learned_variance_from_the_conditional_estimate():
         label = y.reshape(-1, 1, 1, 1).float()
         return torch.cat([x + label, x - label], dim=1)
 
-    guided = guidance.cfg(GuidanceInputs(denoise, num_classes=7), cfg_scale=3.0)
+    guided = guidance.classifier_free(GuidanceInputs(denoise, num_classes=7), cfg_scale=3.0)
     x, y = torch.zeros(2, 2, 1, 1), torch.tensor([1, 2])
     D_x, share = guided(x, torch.ones(2), y).chunk(2, dim=1)
     assert D_x.flatten(1).tolist() == [[7 + 3 * (1 - 7)] * 2, [7 + 3 * (2 - 7)] * 2]

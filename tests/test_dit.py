@@ -11,7 +11,6 @@ from edm import EDM
 from extras import lightningdit
 from extras.lightningdit import LightningDiT, RMSNorm, rotate
 from routing_module import Route, TokenRouter
-from sampling.flops import forward_flops
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
@@ -40,7 +39,7 @@ def test_numbers_of_trainable_parameters_equal_those_of_the_papers(backbone, cou
         net = module.build(backbone, input_size=shape[0], in_channels=shape[1], num_classes=1000)
     assert sum(p.numel() for p in net.parameters() if p.requires_grad) == count
     if backbone == "DiT-XL/2":
-        assert forward_flops(net) / 2e9 == pytest.approx(118.6, rel=0.01)  # the paper counts multiply-adds
+        assert net.forward_flops() / 2e9 == pytest.approx(118.6, rel=0.01)  # the paper counts multiply-adds
 
 
 def published_state_dict(network, channels=3, out_channels=6, patch=2):

@@ -13,7 +13,6 @@ from edm import EDM
 from edm.sampler import HeunSampler
 from guidance import GuidanceInputs
 from routing_module import Route, num_kept_tokens
-from sampling.flops import forward_flops
 from sit import SiT
 from sit.sampler import FlowSampler
 
@@ -136,7 +135,7 @@ def test_settings_that_cannot_guide_are_refused_before_the_first_evaluation(name
 
 
 def test_a_batch_with_noise_levels_inside_and_outside_the_interval_is_refused():
-    denoiser = guidance.cfg(make_inputs(Recorder()), cfg_scale=2.0, level_lo=0.2, level_hi=0.4)
+    denoiser = guidance.classifier_free(make_inputs(Recorder()), cfg_scale=2.0, level_lo=0.2, level_hi=0.4)
     with pytest.raises(ValueError, match="a batch has noise levels inside and outside"):
         denoiser(X, torch.tensor([0.3, 0.5]), Y)
 
@@ -313,5 +312,5 @@ def test_a_step_of_sit_xl2_costs_the_published_flops(method, num_networks, setti
     sampler(guidance.GUIDANCES[method](about, **settings), torch.zeros(2, 4, 2, 2), torch.tensor([1, 4]))
     kept = [num_kept_tokens(tokens, ratio) for ratio in calls]
     attention = sum(4 * 1152 * (5 * tokens**2 + 23 * K**2) for K in kept)  # 5 blocks outside the route, 23 inside
-    multiply_adds = (sum(forward_flops(net, ratio) for ratio in calls) - attention) / 2
+    multiply_adds = (sum(net.forward_flops(ratio) for ratio in calls) - attention) / 2
     assert multiply_adds / 40 / 1e9 == pytest.approx(published, rel=0.01)

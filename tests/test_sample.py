@@ -23,7 +23,6 @@ from common.images import labelled_grid
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
-from sampling.flops import forward_flops
 from sampling.images import class_numbers
 from sampling.recipe import guidance_settings
 from sampling.sampler import ImageSampler
@@ -166,7 +165,7 @@ def test_sparse_guidance_takes_an_earlier_checkpoint_and_moving_ratios(runs, sam
     net = load_network(read_checkpoint(last), "ema", torch.device("cpu"))
     # Heun evaluates the second and third of 3 noise levels twice. Both networks have the same size.
     strong, weak_ratios = [0, 0.3, 0.3, 0.6, 0.6], [0.6, 0.3, 0.3, 0, 0]
-    gflops = sum(forward_flops(net, ratio) for ratio in strong + weak_ratios) / 1e9
+    gflops = sum(net.forward_flops(ratio) for ratio in strong + weak_ratios) / 1e9
     assert f"cost     10 network evaluations and {gflops:.4g} GFLOPs per image" in caplog.text
     assert_same_images(together, sample("apart", "seeds=0-3", "sampling.batch_size=1", *moved, checkpoint=last))
     assert_all_differ(together, auto)

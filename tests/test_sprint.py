@@ -15,7 +15,6 @@ import guidance
 from common.errors import UserError
 from extras import sprint
 from routing_module import GridRule, Route, TokenRouter
-from sampling import flops
 
 ROUTES = {"one": [Route(0.75, 1, 2)], "two": [Route(0.25, 0, 1), Route(0.5, 2, 3)], "of ratio 0": [Route(0.0, 1, 2)]}
 NETWORKS = {"dit": sprint.SPRINT, "lightningdit": sprint.LightningSPRINT}
@@ -65,7 +64,7 @@ def test_evaluation_uses_all_tokens_and_a_ratio_of_1_runs_no_block_of_a_route():
     single = x[:1], t[:1], y[:1]
     for ratio in (0.0, 0.75, 1.0):
         counted, _ = counted_flops(partial(net, *single, selection_ratios=ratio))
-        assert counted == flops.forward_flops(net, ratio)
+        assert counted == net.forward_flops(ratio)
 
 
 def test_the_residual_stream_stays_float32_under_autocast():
@@ -81,7 +80,7 @@ def test_path_drop_guidance_costs_the_published_flops():
     """For XL/2 at 256 pixels, cfg costs 0.477 TFLOPs per image and step, and path-drop guidance costs 0.274."""
     with torch.device("meta"):
         net = sprint.build("DiT-XL/2", input_size=32, in_channels=4, num_classes=1000, routes=[Route(0.75, 2, -3)])
-    dense, weak = flops.forward_flops(net), flops.forward_flops(net, 1.0)
+    dense, weak = net.forward_flops(), net.forward_flops(1.0)
     assert [2 * dense / 1e12, (dense + weak) / 1e12] == pytest.approx([0.477, 0.274], rel=0.005)
 
 

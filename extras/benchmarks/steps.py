@@ -25,7 +25,6 @@ from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import leave
-from sampling.flops import forward_flops
 from training import build
 from training.trainer import Trainer
 
@@ -72,7 +71,7 @@ def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVarian
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
     # For each matrix product in the forward pass, the backward pass computes two, for the gradients of input and weight.
-    return TimedVariant(lambda: trainer.train_step(next(batches)), num_images, 3 * forward_flops(trainer.net, None))
+    return TimedVariant(lambda: trainer.train_step(next(batches)), num_images, 3 * trainer.net.forward_flops(None))
 
 
 def step(

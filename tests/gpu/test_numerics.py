@@ -14,7 +14,7 @@ from edm import EDM
 from edm.sampler import HeunSampler
 from extras import lightningdit
 from gpu.runs import compiler_for
-from guidance import cfg, sparse
+from guidance import classifier_free, sparse
 from latents import autoencoders
 from routing_module import Route
 from runtime.compilation import compile_network
@@ -25,7 +25,7 @@ from sampling.sampler import ImageSampler
 # TF32 rounds the inputs of products to 11 bits (2^-12 = 0.02%), bfloat16 rounds every value to 8 bits (2^-9 = 0.2%). Errors add
 # up over 12 blocks and average out in sums of many terms. An error above `lowest` shows that the precision was used.
 ERRORS = {"fp32": (0, 5e-5), "tf32": (1e-5, 5e-3), "bf16": (1e-4, 0.02)}
-GUIDANCES = [partial(cfg, cfg_scale=1.5), partial(sparse, w=1.5, r_strong=0.25, r_weak=0.75)]
+GUIDANCES = [partial(classifier_free, cfg_scale=1.5), partial(sparse, w=1.5, r_strong=0.25, r_weak=0.75)]
 
 
 @contextlib.contextmanager
