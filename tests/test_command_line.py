@@ -62,6 +62,7 @@ def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(mon
         ["extras/weights/__main__.py", "import", "source=missing", "kind=dit", "output=run"],
         ["extras/report/__main__.py", "missing"],
         ["extras/benchmarks/__main__.py", "step", "train.lr=-1"],
+        ["evidence/__main__.py", "guided", "seeds=[3]"],
     ],
 )
 def test_a_users_error_is_the_only_line_that_a_command_prints(arguments, tmp_path):

@@ -15,11 +15,12 @@ from conftest import REPOSITORY, forget_accelerate, make_shard, wait_for
 from scipy.stats import ttest_1samp
 
 from common.errors import UserError
+from configs import command_line
 from evaluations.images import write_npz
-from extras.benchmarks import __main__ as benchmarks
-from extras.benchmarks import guided
-from extras.benchmarks.contrasts import NAMES, Contrast
-from extras.benchmarks.guided import (
+from evidence import guided
+from evidence.__main__ import COMMANDS
+from evidence.contrasts import NAMES, Contrast
+from evidence.guided import (
     ARMS,
     CHOOSING,
     COMPARING,
@@ -81,7 +82,7 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
         for task, arguments in given.items():
             commands.append(task)
             forget_accelerate()
-            benchmarks.main(arguments)
+            command_line.run_command(COMMANDS, "", arguments)
             recorder.record(*task)
 
     monkeypatch.setattr(guided, "run_all", run_here)

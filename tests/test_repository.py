@@ -38,7 +38,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_links_between_pages_have_targets():
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    pages = [REPOSITORY / "README.md", REPOSITORY / "evidence" / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     headings = {page: re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE) for page in pages}
     anchors = {page: {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings[page]} for page in pages}
     for page in pages:

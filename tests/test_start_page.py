@@ -16,6 +16,7 @@ from stand_ins import cache_untrained_autoencoder
 
 import prepare_latents
 from configs import command_line
+from evidence import __main__ as evidence
 from extras.benchmarks import __main__ as benchmarks
 from extras.weights import __main__ as weights
 from routing_module import Route
@@ -50,7 +51,7 @@ def commands_of(page):
 
 
 SETTINGS = {"train.py": "config", "sample.py": "sample", "fid.py": "fid"}
-PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "evidence" / "README.md"]
 
 
 def test_every_command_of_a_page_is_accepted():
@@ -70,7 +71,8 @@ def test_every_other_command_of_a_page_has_keys_and_values_that_the_command_acce
         recorder = functools.wraps(function)(lambda *args, **values: called.append(name))
         monkeypatch.setattr(import_module(module), name, recorder)
 
-    programs = {"prepare_latents.py": prepare_latents, "extras.weights": weights, "extras.benchmarks": benchmarks}
+    programs = {"prepare_latents.py": prepare_latents, "extras.weights": weights}
+    programs |= {"extras.benchmarks": benchmarks, "evidence": evidence}
     for target in {target for program in programs.values() for target in program.COMMANDS.values()}:
         record(target)
     commands = []
@@ -79,12 +81,13 @@ def test_every_other_command_of_a_page_has_keys_and_values_that_the_command_acce
             words = shlex.split(line, comments=True)
             commands += [(words[i], words[i + 1 :]) for i, word in enumerate(words) if word in programs and "$" not in line]
     for program, arguments in commands:
-        if program == "extras.weights":
-            command_line.run_command(weights.COMMANDS, "", arguments)
+        if main := getattr(programs[program], "main", None):
+            main(arguments)
         else:
-            programs[program].main(arguments)
+            command_line.run_command(programs[program].COMMANDS, "", arguments)
     assert len(called) == len(commands) > 15
     assert {"encode", "convert", "inspect", "reference", "detector", "fetch", "import_weights", "step"} <= {*called}
+    assert {"show_all", "guided", "collect"} <= {*called}
 
 
 def run_line(line):

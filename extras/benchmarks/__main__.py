@@ -5,9 +5,6 @@
     accelerate launch --multi_gpu --num_processes 8 -m extras.benchmarks step model=tread train.batch_size=256
     python -m extras.benchmarks profile model=tread      # the operations that take the most time
     python -m extras.benchmarks machine                  # how fast the CPU starts kernels; also: update, attention, denoiser
-    python -m extras.benchmarks evidence                 # the tables of our Fashion-MNIST runs
-    python -m extras.benchmarks collect output=new.jsonl # all evaluations of runs/, as in extras/benchmarks/results
-    python -m extras.benchmarks guided jobs=2            # the runs of results/fashion_guided_time.md, two at a time
 
 `variants`, `rounds`, `steps`, `warmup`, `turns` and `traces` are benchmark keys. All other keys are train.py keys. A variant
 consists of one or more train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without
@@ -23,12 +20,9 @@ from collections.abc import Sequence
 from configs import command_line as cli
 
 STEPS = "extras.benchmarks.steps"
-EVIDENCE = "extras.benchmarks.evidence"
-GUIDED = "extras.benchmarks.guided"
 KERNELS = "extras.benchmarks.kernels"
 COMMANDS = {
-    "step": f"{STEPS}:step", "profile": f"{STEPS}:profile", "evidence": f"{EVIDENCE}:evidence", "collect": f"{EVIDENCE}:collect",
-    "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
+    "step": f"{STEPS}:step", "profile": f"{STEPS}:profile",
     "machine": f"{KERNELS}:machine", "update": f"{KERNELS}:update", "attention": f"{KERNELS}:attention",
     "denoiser": f"{KERNELS}:denoiser",
 }  # fmt: skip

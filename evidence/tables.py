@@ -1,6 +1,6 @@
 """Print the tables of our Fashion-MNIST runs from their evaluations.
 
-The rules for these runs and the printed tables are in results/fashion_*.md.
+The rules for these runs and the printed tables are in results/fashion/fashion_*.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evaluations.metrics import standard_error
 from evaluations.record import read_records
 from evaluations.suite import format_metric
 from evaluations.tables import plot
-from extras.benchmarks.contrasts import (
+from evidence.contrasts import (
     DISTANCE,
     LOSS,
     NAMES,
@@ -37,9 +37,9 @@ from extras.benchmarks.contrasts import (
     pooled_deviation,
     print_table,
 )
-from extras.benchmarks.guided import ARMS as GUIDED_ARMS
-from extras.benchmarks.guided import RESULTS as GUIDED
-from extras.benchmarks.guided import (
+from evidence.guided import ARMS as GUIDED_ARMS
+from evidence.guided import RESULTS as GUIDED
+from evidence.guided import (
     TIMES,
     choose_scales,
     compared_values,
@@ -51,7 +51,7 @@ from extras.benchmarks.guided import (
     values_at,
 )
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parent / "results" / "fashion"
 LEARNING_RATES, SPRINT, TOKENS = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint", "tokens"))
 LOWER_RATES = FOLDER / "fashion_xs4_2core-xeon_2026-11-22.jsonl"  # runs at lower learning rates, in an earlier layout
 SECOND_DISTANCE, NUM_CHOOSING_SEEDS = "fd_fashion_noisy", 3
@@ -66,7 +66,7 @@ SAME_STEPS, EARLIER_STEPS = 3000, 2000  # steps of the arms with 64 tokens, and 
 Comparison = tuple[str, Callable[[float], str], Contrast]
 
 
-def evidence(
+def show_all(
     learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), guided: str = str(GUIDED),
     pictures: str | None = None,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Train, evaluate and compare networks in equal time at the best guidance of each (results/fashion_guided_time.md).
+"""Train, evaluate and compare networks in equal time at the best guidance of each (results/fashion/fashion_guided_time.md).
 
 `guided` runs everything that the rule plans and appends one line per evaluation and run to a results file. It can be stopped and
 repeated at any time. `show_guided` prints the tables of the page from this file.
@@ -36,9 +36,9 @@ from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
 from evaluations.record import read_records
 from evaluations.tables import plot
-from extras.benchmarks.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
+from evidence.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
 
-RESULTS = Path(__file__).parent / "results" / "fashion_guided_time.jsonl"
+RESULTS = Path(__file__).parent / "results" / "fashion" / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
 PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
 TIMES = ("half", "full")
@@ -158,7 +158,7 @@ def unrecorded(lines: list[dict], arm: str, seed: int, points: list[Point]) -> l
 def command(
     arm: str, seed: int, points: list[Point], runs: Path, overrides: Sequence[str], fid_overrides: Sequence[str] = ()
 ) -> list[str]:
-    """Return the arguments of `python -m extras.benchmarks` that train a run and evaluate it at the points."""
+    """Return the arguments of `python -m evidence` that train a run and evaluate it at the points."""
     plan, name = ARMS[arm], f"{arm}_seed{seed}"
     train = [
         f"experiment={plan.row}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={plan.num_steps}",
@@ -232,10 +232,10 @@ def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Rec
 
 
 def start(arguments: list[str], output: object) -> subprocess.Popen:
-    """Start `python -m extras.benchmarks` in the current folder, with its output in a file."""
+    """Start `python -m evidence` in the current folder, with its output in a file."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    command_line = [sys.executable, "-m", "extras.benchmarks", *arguments]
+    command_line = [sys.executable, "-m", "evidence", *arguments]
     return subprocess.Popen(command_line, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 

@@ -1,0 +1,24 @@
+"""Train and evaluate the networks of evidence/README.md, and print its tables.
+
+    python -m evidence tables                              # the tables of all Fashion-MNIST runs, from the files of results/
+    python -m evidence tables pictures=evidence/pictures   # also draw the plots of the page
+    python -m evidence guided jobs=2                       # the runs of fashion_guided_time.md, two at a time
+    python -m evidence collect output=new.jsonl            # all evaluations of runs/, as in results/fashion/fashion_tokens.jsonl
+
+`guided` can be stopped and repeated at any time. For each run, it starts `train_and_evaluate` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from configs import command_line
+
+TABLES, GUIDED = "evidence.tables", "evidence.guided"
+COMMANDS = {
+    "tables": f"{TABLES}:show_all", "collect": f"{TABLES}:collect",
+    "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
+}  # fmt: skip
+
+if __name__ == "__main__":
+    command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:]))
