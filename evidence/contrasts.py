@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
@@ -15,6 +16,7 @@ from scipy.stats import t
 from evaluations.suite import format_mean
 from evaluations.tables import markdown_table
 
+FOLDER = Path(__file__).parent / "results" / "fashion"
 DISTANCE, LOSS = "fd_fashion", "validation_loss"
 NAMES = {
     DISTANCE: "distance", "class_agreement_fashion": "agreement", "precision_fashion": "precision", "recall_fashion": "recall",

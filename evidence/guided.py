@@ -36,9 +36,9 @@ from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
 from evaluations.record import read_records
 from evaluations.tables import plot
-from evidence.contrasts import DISTANCE, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
+from evidence.contrasts import DISTANCE, FOLDER, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
 
-RESULTS = Path(__file__).parent / "results" / "fashion" / "fashion_guided_time.jsonl"
+RESULTS = FOLDER / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
 PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
 TIMES = ("half", "full")

@@ -15,7 +15,9 @@ from scipy.stats import ttest_ind
 
 from common.errors import UserError
 from configs.compose import compose_overrides
-from evidence.tables import FOLDER, NAMES, collect, draw_scales, show_all, show_comparisons, show_equal_time, show_tokens
+from evidence.contrasts import FOLDER, NAMES
+from evidence.tables import collect, show_all, show_comparisons, show_equal_time
+from evidence.tokens import draw_scales, show_tokens
 
 
 def test_equal_time_compares_each_arm_at_its_best_rate_by_the_pooled_deviation(capsys):
