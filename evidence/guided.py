@@ -61,7 +61,7 @@ UNGUIDED = ("guidance.cfg_scale", (1.0,), "guidance=cfg")
 
 @dataclass(frozen=True)
 class Arm:
-    row: str  # train.py's experiment
+    experiment: str  # for train.py
     num_steps: int  # a multiple of 10
     guidances: tuple[str, ...]
     batch_size: int = 64
@@ -77,7 +77,7 @@ ARMS = {
     "dense-46": Arm("fashion_dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
 }
 PRIMARY = ("dense", "routed")  # arms that the primary outcomes compare
-Point = tuple[str, str, float, int]  # time, guidance, scale, first sampling seed
+Planned = tuple[str, str, float, int]  # an evaluation of a run: time, guidance, scale, first sampling seed
 Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 
@@ -104,11 +104,11 @@ def guided(
     # The arms of the primary outcomes come first, so that few hours give as many complete pairs as possible. All runs of an arm
     # are sampled at all scales before their first comparison, because the mean over seeds chooses the scale.
     secondary = [arm for arm in ARMS if arm not in PRIMARY]
-    for arms, plan_points in product((PRIMARY, secondary), (choosing_points, comparing_points)):
+    for arms, plan in product((PRIMARY, secondary), (plan_choosing, plan_comparing)):
         lines = recorder.lines([*seeds, *elsewhere])
         tasks = [(arm, seed) for seed in seeds for arm in arms if seed in ARMS[arm].seeds]
-        missing = {task: points for task in tasks if (points := unrecorded(lines, *task, plan_points(lines, task[0])))}
-        commands = {task: command(*task, points, Path(runs), overrides, fid_overrides) for task, points in missing.items()}
+        missing = {task: planned for task in tasks if (planned := unrecorded(lines, *task, plan(lines, task[0])))}
+        commands = {task: command(*task, planned, Path(runs), overrides, fid_overrides) for task, planned in missing.items()}
         run_all(commands, jobs, recorder)
         lines = recorder.lines([*seeds, *elsewhere])
         if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
@@ -117,14 +117,15 @@ def guided(
             raise UserError(f"{len(failed)} runs are not complete (see {logs}); {remedy}")
 
 
-def choosing_points(lines: list[dict], arm: str) -> list[Point]:
+def plan_choosing(lines: list[dict], arm: str) -> list[Planned]:
+    """Return the evaluations that choose the scales: at half and full time, at every scale of every guidance."""
     return [(t, name, scale, CHOOSING[0]) for t, name in product(TIMES, ARMS[arm].guidances) for scale in GUIDANCES[name][1]]
 
 
-def comparing_points(lines: list[dict], arm: str) -> list[Point]:
-    """Return the points of the comparison: at half and full time, unguided and at the chosen scale of every guidance."""
-    guided = [(time, name, scale) for time in TIMES for name, (scale, _) in choose_scales(lines, arm, time).items()]
-    return [(*point, COMPARING[0]) for point in [*((time, "none", 1.0) for time in TIMES), *guided]]
+def plan_comparing(lines: list[dict], arm: str) -> list[Planned]:
+    """Return the evaluations of the comparison: at half and full time, unguided and at the chosen scale of every guidance."""
+    chosen = [(time, name, scale, COMPARING[0]) for time in TIMES for name, (scale, _) in choose_scales(lines, arm, time).items()]
+    return [*((time, "none", 1.0, COMPARING[0]) for time in TIMES), *chosen]
 
 
 def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[float, float]]:
@@ -138,7 +139,7 @@ def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[flo
 
 
 def num_samples_from(first_seed: int) -> int:
-    """Return the number of samples of the points with this first sampling seed."""
+    """Return the number of samples of evaluations with this first sampling seed."""
     return dict((CHOOSING, COMPARING))[first_seed]
 
 
@@ -151,26 +152,26 @@ def values_at(
     return find_values(lines, metric, **wanted)
 
 
-def unrecorded(lines: list[dict], arm: str, seed: int, points: list[Point]) -> list[Point]:
-    return [point for point in points if seed not in values_at(lines, arm, *point)]
+def unrecorded(lines: list[dict], arm: str, seed: int, planned: list[Planned]) -> list[Planned]:
+    return [evaluation for evaluation in planned if seed not in values_at(lines, arm, *evaluation)]
 
 
 def command(
-    arm: str, seed: int, points: list[Point], runs: Path, overrides: Sequence[str], fid_overrides: Sequence[str] = ()
+    arm: str, seed: int, planned: list[Planned], runs: Path, overrides: Sequence[str], fid_overrides: Sequence[str] = ()
 ) -> list[str]:
-    """Return the arguments of `python -m evidence` that train a run and evaluate it at the points."""
-    plan, name = ARMS[arm], f"{arm}_seed{seed}"
+    """Return the arguments of `python -m evidence` that train a run and evaluate it as planned."""
+    own, name = ARMS[arm], f"{arm}_seed{seed}"
     train = [
-        f"experiment={plan.row}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={plan.num_steps}",
-        f"train.batch_size={plan.batch_size}", "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0",
-        f"checkpoint.every={plan.step('early')}", f"checkpoint.keep_every={plan.step('early')}",
-        f"evaluation.every={plan.step('half')}", "evaluation.validation=data/fashion_validation", "evaluation.reference=null",
+        f"experiment={own.experiment}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={own.num_steps}",
+        f"train.batch_size={own.batch_size}", "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0",
+        f"checkpoint.every={own.step('early')}", f"checkpoint.keep_every={own.step('early')}",
+        f"evaluation.every={own.step('half')}", "evaluation.validation=data/fashion_validation", "evaluation.reference=null",
         *overrides,
     ]  # fmt: skip
-    folders = {part: runs / name / "checkpoints" / store.folder_name(plan.step(part)) for part in PARTS}
+    folders = {part: runs / name / "checkpoints" / store.folder_name(own.step(part)) for part in PARTS}
     evaluations = []
     scales_of: dict[tuple, list[float]] = {}
-    for time, guidance, scale, first_seed in points:
+    for time, guidance, scale, first_seed in planned:
         scales_of.setdefault((time, guidance, first_seed), []).append(scale)
     folders_of: dict[tuple, list[str]] = {}  # fid.py evaluates several checkpoints at several scales
     for (time, guidance, first_seed), scales in scales_of.items():
@@ -308,8 +309,8 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
         apart = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")
         fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in apart}
         fields["settings"] = {key: x for key, x in settings.items() if key not in (*apart, "guidance.checkpoint")}
-        content = {"ema": hashes[step], "content": record.checkpoint}
-        yield fields | {"metrics": record.metrics, "standard_errors": errors} | content | versions
+        weights = {"ema": hashes[step], "content": record.checkpoint}
+        yield fields | {"metrics": record.metrics, "standard_errors": errors} | weights | versions
     if (last := train.num_steps) in hashes:
         kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
         kept = [start | {"commit": start["commit"] or without_git} for start in kept]
@@ -318,9 +319,9 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
 
 
 def complete_lines(lines: list[dict]) -> list[dict]:
-    """Return the lines of the first seeds, in the order of the rule, that have all points of the comparison.
+    """Return the lines of the first seeds, in the order of the rule, that have all evaluations of the comparison.
 
-    These are as many seeds as possible. Their lines alone choose the scales, so the points depend on the number of seeds. A
+    These are as many seeds as possible. Their lines alone choose the scales, so the evaluations depend on the number of seeds. A
     secondary arm counts with those of these seeds for which it is complete, too. A seed without lines of the comparison, such as
     one whose loss diverged, is skipped.
     """
@@ -331,13 +332,13 @@ def complete_lines(lines: list[dict]) -> list[dict]:
 
 
 def _complete_lines(lines: list[dict], arms: Sequence[str]) -> list[dict]:
-    """Return the lines of the arms for as many of the first seeds as have all points of the comparison in every arm."""
+    """Return the lines of the arms for as many of the first seeds as have all evaluations of the comparison in every arm."""
     compared = {(line["arm"], line["seed"]) for line in lines if line.get("first_seed") == COMPARING[0]}
     seeds = [seed for seed in SEEDS if all((arm, seed) in compared for arm in arms)]
     for number in range(len(seeds), 0, -1):
         counted = seeds[:number]
         found = [line for line in lines if line["arm"] in arms and line["seed"] in counted]
-        if not any(unrecorded(found, arm, seed, comparing_points(found, arm)) for arm, seed in product(arms, counted)):
+        if not any(unrecorded(found, arm, seed, plan_comparing(found, arm)) for arm, seed in product(arms, counted)):
             return found
     return []
 
@@ -366,7 +367,7 @@ def show_guided(lines: list[dict]) -> None:
 
     rows = []
     for arm, time in product(arms, TIMES):
-        for _, name, scale, first_seed in [point for point in comparing_points(lines, arm) if point[0] == time]:
+        for _, name, scale, first_seed in [planned for planned in plan_comparing(lines, arm) if planned[0] == time]:
             found = [[*values_at(lines, arm, time, name, scale, first_seed, metric).values()] for metric in NAMES]
             if found[0]:
                 rows.append([arm, time, name, f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
@@ -424,12 +425,12 @@ def compared_values(lines: list[dict], arm: str, time: str, guidance: str = "bes
 
 def draw_guided(lines: list[dict], folder: Path) -> None:
     """Plot the distance against time, unguided and at the best guidance, as means over the seeds of `complete_lines`."""
-    points, found = [], []
+    settings, found = [], []
     for arm, (guidance, name), time in product(PRIMARY, {"none": "unguided", "best": "best guidance"}.items(), TIMES):
         hours = ARMS["dense"].step(time) * DENSE_STEP_SEC / 3600  # the arms take equal times
-        points.append({"": f"{arm}, {name}", "hours of one CPU thread": hours})
+        settings.append({"": f"{arm}, {name}", "hours of one CPU thread": hours})
         found.append([*compared_values(lines, arm, time, guidance).values()])
-    picture = plot(points, [*map(fmean, found)], [*map(stdev, found)], "distance")
+    picture = plot(settings, [*map(fmean, found)], [*map(stdev, found)], "distance")
     write_atomically(folder / "fashion_guided_time.png", picture)
 
 

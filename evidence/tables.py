@@ -186,8 +186,8 @@ def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
         return values_at(in_equal_time, arm, time, guidance, scale, first_seed)
 
     rows, full = [], {}
-    points = ("autoguidance", "half"), ("autoguidance", "full"), ("cfg", "full")
-    for (guidance, time), first_seed in product(points, (CHOOSING, COMPARING)):
+    compared = ("autoguidance", "half"), ("autoguidance", "full"), ("cfg", "full")
+    for (guidance, time), first_seed in product(compared, (CHOOSING, COMPARING)):
         routed, dense = (at_chosen_scale(arm, time, guidance, first_seed) for arm in ("routed", "dense"))
         ratio = {seed: log(routed[seed] / dense[seed]) for seed in routed}
         full[guidance, time, first_seed] = list(ratio.values())

@@ -115,7 +115,7 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
     chosen = [scales[int(np.argmin(np.exp(curve).mean(axis=1)))] for curve in curves]
     best = [[best_scale(scales, one_seed) for one_seed in zip(*curve)] for curve in curves]
     compared = [{"step": 3000, "arm": arm, "cfg_scale": scale} for arm, scale in zip(ARMS, chosen)]
-    guided, choosing = (find(*({**point, "first_seed": first} for point in compared)) for first in (COMPARING, CHOOSING))
+    guided, choosing = (find(*({**condition, "first_seed": first} for condition in compared)) for first in (COMPARING, CHOOSING))
     recall = find(*ends, metric="recall_fashion", transform=float)
     validation = find(*({"arm": arm, "step": 3000} for arm in ARMS), metric=LOSS)
     ratio, ratio_name = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
@@ -182,11 +182,11 @@ def best_scale(scales: Sequence[float], curve: Sequence[float]) -> float:
 def draw_scales(lines: list[dict], folder: Path) -> None:
     """Plot distance against guidance scale, and precision against recall at the same scales, as means over training seeds."""
     chosen = [line for line in lines if line.get("first_seed") == CHOOSING]
-    points = [{"arm": arm, "cfg_scale": scale} for arm, scale in sorted({(line["arm"], line["cfg_scale"]) for line in chosen})]
-    found = {metric: [[*find_values(chosen, metric, **point).values()] for point in points] for metric in NAMES}
+    settings = [{"arm": arm, "cfg_scale": scale} for arm, scale in sorted({(line["arm"], line["cfg_scale"]) for line in chosen})]
+    found = {metric: [[*find_values(chosen, metric, **own).values()] for own in settings] for metric in NAMES}
     means = {NAMES[metric]: [fmean(values) for values in columns] for metric, columns in found.items()}
     deviations = {NAMES[metric]: [pooled_deviation([values])[0] for values in columns] for metric, columns in found.items()}
-    write_atomically(folder / "fashion_scales.png", plot(points, means["distance"], deviations["distance"], "distance"))
-    recalls = [{"arm": point["arm"], "recall": recall} for point, recall in zip(points, means["recall"])]
+    write_atomically(folder / "fashion_scales.png", plot(settings, means["distance"], deviations["distance"], "distance"))
+    recalls = [{"arm": own["arm"], "recall": recall} for own, recall in zip(settings, means["recall"])]
     curve = plot(recalls, means["precision"], deviations["precision"], "precision")
     write_atomically(folder / "fashion_precision_recall.png", curve)

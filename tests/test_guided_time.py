@@ -27,9 +27,9 @@ from evidence.guided import (
     GUIDANCES,
     Arm,
     Recorder,
-    choosing_points,
-    comparing_points,
     complete_lines,
+    plan_choosing,
+    plan_comparing,
     show_guided,
 )
 
@@ -62,7 +62,7 @@ def prepared(tmp_path, monkeypatch):
     (tmp_path / "evaluations").mkdir()
     shutil.copy(REPOSITORY / "evaluations" / "fashion_detector.safetensors", tmp_path / "evaluations")
     small = {"dense": (10, ("cfg",), [10]), "routed": (20, tuple(GUIDANCES), [10]), "dense-46": (20, ("cfg",), [])}
-    arms = {name: Arm(ARMS[name].row, steps, guidances, seeds=seeds) for name, (steps, guidances, seeds) in small.items()}
+    arms = {name: Arm(ARMS[name].experiment, steps, guidances, seeds=seeds) for name, (steps, guidances, seeds) in small.items()}
     monkeypatch.setattr(guided, "ARMS", arms)
     scales = {name: (key, values[: 1 + (name == "cfg")], settings) for name, (key, values, settings) in GUIDANCES.items()}
     monkeypatch.setattr(guided, "GUIDANCES", scales)
@@ -131,8 +131,8 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
 
 def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(prepared, monkeypatch):
     def line(seed, scale, distance):
-        point = {"arm": "dense", "seed": seed, "step": 10, "guidance": "cfg", "scale": scale, "first_seed": 0, "num_samples": 20}
-        return point | {"metrics": dict.fromkeys(NAMES, distance)}
+        own = {"arm": "dense", "seed": seed, "step": 10, "guidance": "cfg", "scale": scale, "first_seed": 0, "num_samples": 20}
+        return own | {"metrics": dict.fromkeys(NAMES, distance)}
 
     monkeypatch.setattr(guided, "ARMS", {"dense": Arm("fashion_dit_xs4", 10, ("cfg",), seeds=[10, 11])})
     monkeypatch.setattr(guided, "PRIMARY", ("dense",))
@@ -159,11 +159,11 @@ def test_a_failed_secondary_run_does_not_stop_the_primary_comparisons(prepared, 
 
     def run_but_one(given, jobs, recorder):
         ran.extend(task[0] for task in given)
-        done.extend(line for arm, seed in given if arm != "dense-46" for line in points_of(arm, seed))
+        done.extend(line for arm, seed in given if arm != "dense-46" for line in evaluations_of(arm, seed))
 
-    def points_of(arm, seed):
-        for points in (choosing_points([], arm), comparing_points(done, arm)):
-            for time, guidance, scale, first_seed in points:
+    def evaluations_of(arm, seed):
+        for planned in (plan_choosing([], arm), plan_comparing(done, arm)):
+            for time, guidance, scale, first_seed in planned:
                 line = {"arm": arm, "seed": seed, "step": guided.ARMS[arm].step(time), "guidance": guidance, "scale": scale}
                 yield line | {"first_seed": first_seed, "num_samples": 20, "metrics": dict.fromkeys(NAMES, 1.0)}
 
@@ -215,7 +215,7 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
     lowest = {"cfg": (2.0, 0.5), "autoguidance": (3.0, 0.6), "sparse": (1.5, 0.4), "sparse, early": (1.25, 0.3)}
     full, half = (0.20, 0.21, 0.24), (0.0, 0.02, 0.01)  # routed - dense, each at its best guidance
     for arm in ("dense", "routed", "dense-46"):
-        for time, name, scale, first in choosing_points([], arm):
+        for time, name, scale, first in plan_choosing([], arm):
             add(arm, time, name, scale, first, [lowest[name][1] + (scale - lowest[name][0]) ** 2] * 3)
         for time in ("half", "full"):
             add(arm, time, "none", 1.0, COMPARING[0], [2.0] * 3)
@@ -248,14 +248,14 @@ def seed_lines(arm, seed, best_scale=2.0, num_compared=None):
         samples = {"first_seed": first_seed, "num_samples": dict((CHOOSING, COMPARING))[first_seed]}
         return about | samples | {"metrics": dict.fromkeys(NAMES, value)}
 
-    chosen = [line(*point, 1.0 + (point[2] != best_scale)) for point in choosing_points([], arm)]
-    points = comparing_points(chosen, arm)[:num_compared]
-    return chosen + [line(*point, 3 + seed * len(arm) * (1 + (point[0] == "full")) % 7 / 1000) for point in points]
+    chosen = [line(*planned, 1.0 + (planned[2] != best_scale)) for planned in plan_choosing([], arm)]
+    compared = plan_comparing(chosen, arm)[:num_compared]
+    return chosen + [line(*planned, 3 + seed * len(arm) * (1 + (planned[0] == "full")) % 7 / 1000) for planned in compared]
 
 
 @pytest.mark.parametrize("last", [{}, {"num_compared": 3}, {"num_compared": 0}, {"best_scale": 1.5}])
-def test_the_first_seeds_count_that_have_all_points_at_the_scales_that_these_seeds_choose(last, capsys):
-    # Seed 12 diverged. Seed 13 counts if it has all points, also at the scale that the three seeds choose together.
+def test_the_first_seeds_count_that_have_all_evaluations_at_the_scales_that_these_seeds_choose(last, capsys):
+    # Seed 12 diverged. Seed 13 counts if it has all evaluations, also at the scale that the three seeds choose together.
     lines = [line for arm in ("dense", "routed") for seed in (10, 11) for line in seed_lines(arm, seed)]
     lines += seed_lines("dense", 13) + seed_lines("routed", 13, **last)
     counted = {(line["arm"], line["seed"]) for line in complete_lines(lines)}
