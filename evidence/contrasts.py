@@ -1,11 +1,11 @@
-"""Find values in the lines of a results file, compare them, and print tables."""
+"""Find values in the lines of a results file, compare them, and print the tables that several rules need."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -23,14 +23,31 @@ NAMES = {
 }  # fmt: skip
 
 
+def find_lines(lines: list[dict], metric: str, **wanted: object) -> list[dict]:
+    """Return all lines that have the metric and contain the `wanted` entries."""
+    return [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
+
+
 def find_values(lines: list[dict], metric: str, **wanted: object) -> dict[int, float]:
     """Return the metric by training seed, for all lines that contain the `wanted` entries."""
-    matching = [line for line in lines if metric in line["metrics"] and wanted.items() <= line.items()]
-    return {line["seed"]: line["metrics"][metric] for line in matching}
+    return {line["seed"]: line["metrics"][metric] for line in find_lines(lines, metric, **wanted)}
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write(markdown_table(columns, rows) + "\n")
+
+
+def show_loss_ratios(lines: list[dict], *conditions: dict[str, object]) -> None:
+    """Print the ratio of the mean validation losses of two conditions by noise level."""
+    losses = [[line["validation_loss_by_level"] for line in find_lines(lines, LOSS, **wanted)] for wanted in conditions]
+    ratios = np.divide(*(np.mean(levels, axis=0) for levels in losses)) if all(losses) else []
+    columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
+    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+
+
+def as_ratio(log_ratio: float) -> str:
+    """Format the logarithm of a ratio as the ratio."""
+    return f"{exp(log_ratio):.2f}"
 
 
 def mean_text(metric: str, values: Sequence[float]) -> str:

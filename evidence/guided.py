@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated
 
-import numpy as np
 from pydantic import BeforeValidator
 
 from checkpoints import store
@@ -36,14 +35,28 @@ from configs.schema import parse_numbers
 from evaluations.metrics import standard_error
 from evaluations.record import read_records
 from evaluations.tables import plot
-from evidence.contrasts import DISTANCE, FOLDER, LOSS, NAMES, Contrast, find_values, holm, mean_text, paired, print_table
+from evidence.contrasts import (
+    DISTANCE,
+    FOLDER,
+    LOSS,
+    NAMES,
+    Contrast,
+    as_ratio,
+    find_values,
+    holm,
+    mean_text,
+    paired,
+    print_table,
+    show_loss_ratios,
+)
 
-RESULTS = FOLDER / "fashion_guided_time.jsonl"
+GUIDED_TIME = FOLDER / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
 PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
 TIMES = ("half", "full")
 DENSE_STEP_SEC = 0.6572  # on one CPU thread, by the measurement of the rule
 CHOOSING, COMPARING = (0, 500), (2000, 2000)  # first sampling seed, and number of samples
+SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
 NUM_LEVELS = 12  # noise levels of the sampler
 WEIGHTS = (1.25, 1.5, 2.0, 3.0)
 # For each guidance: the key and the values of its scale, and further fid.py arguments. {early} is the run's early checkpoint.
@@ -83,7 +96,7 @@ Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 def guided(
     seeds: Seeds = tuple(SEEDS), jobs: PositiveInt = 1, overrides: list[str] = (), fid_overrides: list[str] = (),
-    runs: Text = "runs/guided_time", output: Text = str(RESULTS), elsewhere: Seeds = (), commit: Text | None = None,
+    runs: Text = "runs/guided_time", output: Text = str(GUIDED_TIME), elsewhere: Seeds = (), commit: Text | None = None,
 ) -> None:  # fmt: skip
     """Train and evaluate the arms of the rule with these training seeds, and append new results to `output`.
 
@@ -306,9 +319,8 @@ def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
             name = "sparse, early"
         name = "none" if scale == 1 else name
         errors = {metric: standard_error(values) for metric, values in record.jackknife.items()}
-        apart = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")
-        fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in apart}
-        fields["settings"] = {key: x for key, x in settings.items() if key not in (*apart, "guidance.checkpoint")}
+        fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in SAMPLE_KEYS}
+        fields["settings"] = {key: x for key, x in settings.items() if key not in (*SAMPLE_KEYS, "guidance.checkpoint")}
         weights = {"ema": hashes[step], "content": record.checkpoint}
         yield fields | {"metrics": record.metrics, "standard_errors": errors} | weights | versions
     if (last := train.num_steps) in hashes:
@@ -375,22 +387,12 @@ def show_guided(lines: list[dict]) -> None:
 
     primary, secondary = compare_at_best_guidance(lines)
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
-    parts = primary, secondary
-    decisive, others = (
-        [[name, str(contrast.df + 1), contrast.text(text_of)] for name, text_of, contrast in part] for part in parts
-    )
-    print_table(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(decisive, corrected)])
-    print_table(["secondary outcome", "seeds", "95% interval"], others)
+    rows = [[name, str(contrast.df + 1), contrast.text(text_of)] for name, text_of, contrast in (*primary, *secondary)]
+    print_table(["primary outcome", "seeds", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(rows, corrected)])
+    print_table(["secondary outcome", "seeds", "95% interval"], rows[len(primary) :])
     print_table(["left out (unplanned)", *(f"outcome {i + 1}" for i in range(len(primary)))], leave_one_out(lines))
 
-    def losses(arm: str) -> list[list[float]]:
-        wanted = {"arm": arm, "step": ARMS[arm].step("full")}
-        return [line["validation_loss_by_level"] for line in lines if LOSS in line["metrics"] and wanted.items() <= line.items()]
-
-    by_level = [losses(arm) for arm in ("routed", "dense")]
-    ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
-    columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
-    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    show_loss_ratios(lines, *({"arm": arm, "step": ARMS[arm].step("full")} for arm in ("routed", "dense")))
     timed = [line for line in lines if line.get("steps_per_sec")]
     times = {(line["arm"], line["seed"], line["starts"][-1]["device"]): median(line["steps_per_sec"]) for line in timed}
     rows = []
@@ -448,15 +450,15 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
         shared = sorted(set.intersection(*map(set, sides)))
         return [[transform(side[seed]) for seed in shared] for side in sides]
 
-    ratio = (lambda x: f"{exp(x):.2f}"), log
+    ratio = as_ratio, log
     difference = "{:.3f}".format, float
     full, half = ((find("routed", time), find("dense", time)) for time in reversed(TIMES))
     later, later_dense, earlier, earlier_dense = pairs(log, *full, *half)
     growth = paired(paired(later, later_dense)[1], paired(earlier, earlier_dense)[1])
     ratio_name = "ratio of distances, routed / dense"
     primary = [
-        (f"1. {ratio_name}, each at its best guidance, full time", ratio[0], paired(*pairs(log, *full))),
-        (f"2. {ratio_name}, each at its best guidance, full time / half time", ratio[0], growth),
+        (f"1. {ratio_name}, each at its best guidance, full time", as_ratio, paired(*pairs(log, *full))),
+        (f"2. {ratio_name}, each at its best guidance, full time / half time", as_ratio, growth),
     ]
     secondary = [(f"{ratio_name}, each at its best guidance, half time", *ratio, half)]
     for guidance, time in product(("none", *ARMS["dense"].guidances), reversed(TIMES)):

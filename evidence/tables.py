@@ -9,7 +9,7 @@ import json
 import re
 from functools import partial
 from itertools import combinations, product
-from math import exp, log
+from math import log
 from pathlib import Path
 from statistics import fmean
 
@@ -28,6 +28,7 @@ from evidence.contrasts import (
     FOLDER,
     NAMES,
     Contrast,
+    as_ratio,
     find_values,
     holm,
     mean_text,
@@ -35,20 +36,22 @@ from evidence.contrasts import (
     pooled_deviation,
     print_table,
 )
-from evidence.guided import ARMS as GUIDED_ARMS
-from evidence.guided import RESULTS as GUIDED
 from evidence.guided import (
+    ARMS,
+    CHOOSING,
+    COMPARING,
+    GUIDED_TIME,
+    SAMPLE_KEYS,
     TIMES,
     choose_scales,
     compared_values,
     complete_lines,
     draw_guided,
     ema_hashes,
-    num_samples_from,
     show_guided,
     values_at,
 )
-from evidence.tokens import CHOOSING, COMPARING, TOKENS, draw_scales, show_tokens
+from evidence.tokens import TOKENS, draw_scales, show_tokens
 
 LEARNING_RATES, SPRINT = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint"))
 LOWER_RATES = FOLDER / "fashion_xs4_2core-xeon_2026-11-22.jsonl"  # runs at lower learning rates, in an earlier layout
@@ -59,20 +62,20 @@ DENSE = ("A", "B")
 
 
 def show_all(
-    learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS), guided: str = str(GUIDED),
-    pictures: str | None = None,
+    learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS),
+    guided: str = str(GUIDED_TIME), pictures: str | None = None,
 ) -> None:  # fmt: skip
     """Print the tables for all sets of runs. If `pictures` names a folder, also save plots there."""
-    rated, fused, equal_steps, in_equal_time = (
+    by_rate, with_sprint, equal_steps, in_equal_time = (
         sorted(read_lines(Path(file)), key=lambda line: line["seed"]) for file in (learning_rates, sprint, tokens, guided)
     )
-    show_comparisons(show_equal_time(rated), "planned comparison, learning rates")
-    show_comparisons(show_equal_time(fused), "unplanned comparison")
+    show_comparisons(show_equal_time(by_rate), "planned comparison, learning rates")
+    show_comparisons(show_equal_time(with_sprint), "unplanned comparison")
     show_tokens(equal_steps)
     if in_equal_time:
         show_guided(in_equal_time)
     if complete := complete_lines(in_equal_time):
-        show_together(rated, in_equal_time)
+        show_together(by_rate, in_equal_time)
     if pictures:
         draw_scales(equal_steps, Path(pictures))
         if complete:
@@ -140,7 +143,7 @@ def show_comparisons(found: dict[str, list[list[float]]], title: str) -> None:
     print_table([title, "95% interval (Welch)", "p", "p (Holm)"], rows)
 
 
-def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
+def show_together(by_rate: list[dict], in_equal_time: list[dict]) -> None:
     """Print routed / dense ratios of unguided distances after equal steps, and how far the ratios at equal time can be trusted.
 
     Nobody planned these tables. In runs of equal time, both arms have no evaluation at an equal step, so that one arm is
@@ -155,10 +158,10 @@ def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
 
     def at_best_rate(arm: str, step: int) -> list[float]:
         wanted = {"arm": {"routed": "C", "dense": "A"}[arm], "lr": 4e-3, "num_samples": 1000, "guidance": "none", "step": step}
-        return [log(found) for seed, found in find_values(rated, DISTANCE, **wanted).items() if seed < NUM_CHOOSING_SEEDS]
+        return [log(found) for seed, found in find_values(by_rate, DISTANCE, **wanted).items() if seed < NUM_CHOOSING_SEEDS]
 
     def in_longer_run(arm: str, step: int) -> list[float]:
-        half, full = (GUIDED_ARMS[arm].step(time) for time in TIMES)
+        half, full = (ARMS[arm].step(time) for time in TIMES)
         early, late = (np.log([*compared_values(in_equal_time, arm, time, "none").values()]) for time in TIMES)
         return (early + (late - early) * log(step / half) / log(full / half)).tolist()
 
@@ -172,9 +175,9 @@ def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
     rows = []
     for name, (steps, find, (early, late)) in runs.items():
         ratios = {step: paired(find("routed", step), find("dense", step)) for step in steps}
-        by_step = ", ".join(f"{step:,}: {_ratio_text(fmean(ratio))}" for step, (_, ratio) in ratios.items())
+        by_step = ", ".join(f"{step:,}: {as_ratio(fmean(ratio))}" for step, (_, ratio) in ratios.items())
         first, last, growth = (
-            Contrast.of([group]).text(_ratio_text)
+            Contrast.of([group]).text(as_ratio)
             for group in (ratios[early], ratios[late], paired(ratios[late][1], ratios[early][1]))
         )
         rows.append([name, str(len(ratios[late][1])), by_step, f"{early:,}: {first}", f"{late:,}: {last}", growth])
@@ -187,21 +190,17 @@ def show_together(rated: list[dict], in_equal_time: list[dict]) -> None:
 
     rows, full = [], {}
     compared = ("autoguidance", "half"), ("autoguidance", "full"), ("cfg", "full")
-    for (guidance, time), first_seed in product(compared, (CHOOSING, COMPARING)):
+    for (guidance, time), (first_seed, num_samples) in product(compared, (CHOOSING, COMPARING)):
         routed, dense = (at_chosen_scale(arm, time, guidance, first_seed) for arm in ("routed", "dense"))
         ratio = {seed: log(routed[seed] / dense[seed]) for seed in routed}
         full[guidance, time, first_seed] = list(ratio.values())
         texts = [
-            Contrast.of([(1, [*kept])]).text(_ratio_text) for kept in (ratio.values(), [x for s, x in ratio.items() if s != 10])
+            Contrast.of([(1, [*kept])]).text(as_ratio) for kept in (ratio.values(), [x for s, x in ratio.items() if s != 10])
         ]
-        rows.append([f"{guidance}, {time} time", f"{num_samples_from(first_seed):,}", *texts])
-    shift = Contrast.of([paired(full["autoguidance", "full", 2000], full["autoguidance", "full", 0])])
-    rows.append(["autoguidance, full time", "2,000 / 500", shift.text(_ratio_text), ""])
+        rows.append([f"{guidance}, {time} time", f"{num_samples:,}", *texts])
+    shift = Contrast.of([paired(*(full["autoguidance", "full", first_seed] for first_seed, _ in (COMPARING, CHOOSING)))])
+    rows.append(["autoguidance, full time", "2,000 / 500", shift.text(as_ratio), ""])
     print_table(["equal time, chosen scales", "samples", "routed / dense", "without seed 10"], rows)
-
-
-def _ratio_text(x: float) -> str:
-    return f"{exp(x):.2f}"
 
 
 def collect(output: Text, runs: Text = "runs") -> None:
@@ -220,8 +219,7 @@ def collect(output: Text, runs: Text = "runs") -> None:
         for record in read_records(run / "evaluations" / "results.jsonl"):
             kept = {"step": record.step, "metrics": record.metrics, **weights.get(record.step, {})}
             if record.of_samples:
-                names = ("cfg_scale", "reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")
-                kept |= {name: record.settings[name] for name in names if name in record.settings}
+                kept |= {key: record.settings[key] for key in ("cfg_scale", *SAMPLE_KEYS) if key in record.settings}
                 kept["standard_errors"] = {name: standard_error(values) for name, values in record.jackknife.items()}
             else:
                 kept["validation_loss_by_level"] = record.by_level

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import exp, log
+from math import log
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -17,12 +17,14 @@ from evidence.contrasts import (
     LOSS,
     NAMES,
     Contrast,
+    as_ratio,
     find_values,
     holm,
     mean_text,
     paired,
     pooled_deviation,
     print_table,
+    show_loss_ratios,
 )
 
 TOKENS = FOLDER / "fashion_tokens.jsonl"
@@ -42,20 +44,15 @@ def show_tokens(lines: list[dict]) -> None:
     primary, other = compare(lines)
     columns = ["95% interval", "degrees of freedom"]
     corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
-    parts = primary, other
-    rows = [[[name, contrast.text(text_of), f"{contrast.df:.3g}"] for name, text_of, contrast in part] for part in parts]
-    print_table(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows[0], corrected)])
-    print_table(["other comparison", *columns], rows[1])
+    rows = [[name, contrast.text(text_of), f"{contrast.df:.3g}"] for name, text_of, contrast in (*primary, *other)]
+    print_table(["primary outcome", *columns, "p (Holm)"], [[*row, p] for row, p in zip(rows, corrected)])
+    print_table(["other comparison", *columns], rows[len(primary) :])
     show_ratios(lines)
 
 
 def show_ratios(lines: list[dict]) -> None:
     """Print routed / dense ratios: of validation losses after 3,000 steps by noise level, and of median step times by seed."""
-    at_end = [line for line in lines if LOSS in line["metrics"] and line["step"] == 3000]
-    by_level = [[line["validation_loss_by_level"] for line in at_end if line["arm"] == arm] for arm in ARMS]
-    ratios = np.divide(*(np.mean(levels, axis=0) for levels in by_level)) if all(by_level) else []
-    columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
-    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    show_loss_ratios(lines, *({"arm": arm, "step": SAME_STEPS} for arm in ARMS))
     rows = []
     for tokens in ("256", "64"):
         times = time_ratios(lines, tokens)
@@ -118,30 +115,30 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
     guided, choosing = (find(*({**condition, "first_seed": first} for condition in compared)) for first in (COMPARING, CHOOSING))
     recall = find(*ends, metric="recall_fashion", transform=float)
     validation = find(*({"arm": arm, "step": 3000} for arm in ARMS), metric=LOSS)
-    ratio, ratio_name = (lambda x: f"{exp(x):.2f}"), "ratio of distances, routed / dense"
+    ratio_name = "ratio of distances, routed / dense"
     tokens, signs = [find(condition)[0] for condition in four], (1, -1, -1, 1)
     earlier, later = (find(*at(step, *ARMS)) for step in (EARLIER_STEPS, SAME_STEPS))
     shared = find(*at(EARLIER_STEPS, *ARMS), *at(SAME_STEPS, *ARMS))
     growth = paired(paired(*shared[2:])[1], paired(*shared[:2])[1])
     primary = [
-        (f"1. {ratio_name}, with 256 tokens / with 64", ratio, Contrast.of, [*zip(signs, tokens)]),
-        (f"2a. {ratio_name}, at the scales {chosen[0]:g} / {chosen[1]:g}", ratio, Contrast.of, [*zip(signs, guided)]),
+        (f"1. {ratio_name}, with 256 tokens / with 64", as_ratio, Contrast.of, [*zip(signs, tokens)]),
+        (f"2a. {ratio_name}, at the scales {chosen[0]:g} / {chosen[1]:g}", as_ratio, Contrast.of, [*zip(signs, guided)]),
         ("2b. best scale, routed - dense", "{:.2f}".format, Contrast.of, [*zip(signs, best)]),
-        ("3. ratio of distances, dense end / routed to the end", ratio, Contrast.of, [paired(*find(*ends))]),
+        ("3. ratio of distances, dense end / routed to the end", as_ratio, Contrast.of, [paired(*find(*ends))]),
     ]
     other = [
-        ("1, with the seeds that all four arms share", ratio, Contrast.of, [*zip(signs, find(*four))]),
-        ("1, by Welch", ratio, Contrast.welch, [*zip(signs, tokens)]),
-        ("2a, with the samples that chose the scales", ratio, Contrast.of, [*zip(signs, choosing)]),
-        ("2a, paired by seed", ratio, Contrast.of, [paired(*guided)]),
-        ("2a, unguided", ratio, Contrast.of, [*zip(signs, later)]),
-        ("2a, unguided, paired by seed", ratio, Contrast.of, [paired(*later)]),
-        (f"2a, unguided, after {EARLIER_STEPS:,} steps", ratio, Contrast.of, [*zip(signs, earlier)]),
-        (f"2a, unguided, after {EARLIER_STEPS:,} steps, paired by seed", ratio, Contrast.of, [paired(*earlier)]),
-        (f"2a, unguided, after {SAME_STEPS:,} steps / after {EARLIER_STEPS:,}, paired by seed", ratio, Contrast.of, [growth]),
-        ("3, with the deviation pooled over both arms", ratio, Contrast.of, [*zip(signs, find(*ends))]),
+        ("1, with the seeds that all four arms share", as_ratio, Contrast.of, [*zip(signs, find(*four))]),
+        ("1, by Welch", as_ratio, Contrast.welch, [*zip(signs, tokens)]),
+        ("2a, with the samples that chose the scales", as_ratio, Contrast.of, [*zip(signs, choosing)]),
+        ("2a, paired by seed", as_ratio, Contrast.of, [paired(*guided)]),
+        ("2a, unguided", as_ratio, Contrast.of, [*zip(signs, later)]),
+        ("2a, unguided, paired by seed", as_ratio, Contrast.of, [paired(*later)]),
+        (f"2a, unguided, after {EARLIER_STEPS:,} steps", as_ratio, Contrast.of, [*zip(signs, earlier)]),
+        (f"2a, unguided, after {EARLIER_STEPS:,} steps, paired by seed", as_ratio, Contrast.of, [paired(*earlier)]),
+        (f"2a, unguided, after {SAME_STEPS:,} steps / after {EARLIER_STEPS:,}, paired by seed", as_ratio, Contrast.of, [growth]),
+        ("3, with the deviation pooled over both arms", as_ratio, Contrast.of, [*zip(signs, find(*ends))]),
         ("recall, dense end - routed to the end", "{:.3f}".format, Contrast.of, [paired(*recall)]),
-        ("ratio of validation losses after 3,000 steps, 64 tokens", ratio, Contrast.of, [*zip(signs, validation)]),
+        ("ratio of validation losses after 3,000 steps, 64 tokens", as_ratio, Contrast.of, [*zip(signs, validation)]),
     ]
     if times := [*time_ratios(lines, "64").values()]:
         _, dense_early, routed, dense_late = shared
@@ -149,8 +146,8 @@ def compare(lines: list[dict]) -> tuple[list[Comparison], list[Comparison]]:
             dense = [dense_after(time, early, late, is_linear) for early, late in zip(dense_early, dense_late)]
             name = f"same time, if a routed step takes {time:.2f}: ratio of distances, {'linear' if is_linear else 'power law'}"
             other += [
-                (name, ratio, Contrast.of, [*zip(signs, (routed, dense))]),
-                (f"{name}, paired by seed", ratio, Contrast.of, [paired(routed, dense)]),
+                (name, as_ratio, Contrast.of, [*zip(signs, (routed, dense))]),
+                (f"{name}, paired by seed", as_ratio, Contrast.of, [paired(routed, dense)]),
             ]
     return tuple(
         [(name, text_of, build(groups)) for name, text_of, build, groups in part if min(len(values) for _, values in groups) > 1]
