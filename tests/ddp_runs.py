@@ -52,8 +52,8 @@ def main(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def fail_to_save(root: Path, checkpoint, *keep) -> None:
-    raise UserError(f"no room for step {checkpoint.step}")
+def fail_to_save(root: Path, step: int, *contents) -> None:
+    raise UserError(f"no room for step {step}")
 
 
 if __name__ == "__main__":

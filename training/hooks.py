@@ -107,9 +107,7 @@ class EvaluationHook(Hook):
         raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
-        for wanted in on_main(partial(self.wanted, trainer)):
-            if on_main(lambda wanted=wanted: self.results.find(wanted) is not None):
-                continue
+        for wanted in on_main(lambda: [wanted for wanted in self.wanted(trainer) if self.results.find(wanted) is None]):
             record = self.evaluate(trainer, wanted)
             on_main(partial(self.results.add, record))
             metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
