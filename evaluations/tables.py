@@ -24,10 +24,10 @@ COMPARABLE = (
     "num_samples", "first_seed", "labels", "rounding", "autoencoder", "autoencoder_hash", "detector", "detector_weights",
     "dinov2_weights", "reference_hash",
 )  # fmt: skip
-SHOWN_ALWAYS = ("num_samples",)  # a figure of 5,000 samples must not look like one of 50,000
+ALWAYS_COLUMNS = ("num_samples",)  # a figure of 5,000 samples must not look like one of 50,000
 
 
-def shown(record: Evaluation) -> dict[str, object]:
+def columns_of(record: Evaluation) -> dict[str, object]:
     """Return what a record measures, as tables, plots and messages show it."""
     settings = {name: value for name, value in record.settings.items() if name not in HASHES}
     return {name: value for name, value in {"run": record.run, "step": record.step}.items() if value is not None} | settings
@@ -42,7 +42,7 @@ class EvaluationTable:
 
     Args:
         records: Evaluations of samples or images, in the order of the rows.
-        settings: What each record measures (see `shown`).
+        settings: What each record measures (see `columns_of`).
         plotted: Metric by which comparable rows are ranked. The lowest value is marked with `*`, and values that do not differ
             significantly from it with `~`. A `?` says that standard errors are missing to tell.
     """
@@ -104,7 +104,7 @@ class EvaluationTable:
 
     def terminal(self) -> str:
         """Return a text table with the metrics, the number of samples and the settings that differ between rows."""
-        wanted = {*self.metrics, *SHOWN_ALWAYS}
+        wanted = {*self.metrics, *ALWAYS_COLUMNS}
         columns = self.columns() if self.records else {}
         printed = [[name, *column] for name, column in columns.items() if name in wanted or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
@@ -134,7 +134,9 @@ def write_tables(results: Results, own: Sequence[tuple[Evaluation, Mapping[str, 
             found = [(record, settings) for wanted, settings in own if (record := results.find(wanted))]
             ours, ordered = [record for record, _ in found], iter(found)
             rows = [
-                next(ordered, (record, shown(record))) if any(record is other for other in ours) else (record, shown(record))
+                next(ordered, (record, columns_of(record)))
+                if any(record is other for other in ours)
+                else (record, columns_of(record))
                 for record in results.records
                 if record.of_samples
             ]

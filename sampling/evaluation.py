@@ -90,7 +90,7 @@ def name_of(point: Point, plan: Plan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
-    own = {key: x for key, x in point.shown.items() if len({str(other.shown.get(key)) for other in plan.points}) > 1}
+    own = {key: x for key, x in point.columns.items() if len({str(other.columns.get(key)) for other in plan.points}) > 1}
     return format_settings({"step": point.wanted.step, **own})
 
 
@@ -101,8 +101,8 @@ def write_results(plan: Plan) -> float | None:
     """
     metric = metrics_for(plan.cfg.evaluation.all_detectors[0])[0].name
     for results in dict.fromkeys(point.results for point in plan.points):
-        own = [(point.wanted, point.shown) for point in plan.points if point.results is results]
+        own = [(point.wanted, point.columns) for point in plan.points if point.results is results]
         write_tables(results, own, metric)
-    found = [(record, point.shown) for point in plan.points if (record := point.results.find(point.wanted))]
+    found = [(record, point.columns) for point in plan.points if (record := point.results.find(point.wanted))]
     sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
     return lowest(record for record, _ in found)

@@ -22,7 +22,7 @@ from configs.schema import FidConfig, Measuring, differences
 from configs.settings import as_list
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, Results
-from evaluations.tables import format_settings, shown
+from evaluations.tables import columns_of, format_settings
 from latents.shards import read_manifest_at
 from runtime.compilation import log_compile_mode
 from runtime.processes import Seen, see_file
@@ -59,8 +59,8 @@ class Point:
         return self.recipe and self.recipe.checkpoint
 
     @property
-    def shown(self) -> dict[str, object]:
-        own = shown(self.wanted)
+    def columns(self) -> dict[str, object]:
+        own = columns_of(self.wanted)
         return {**{key: own[key] for key in ("run", "step") if key in own}, **self.typed, **own}
 
 

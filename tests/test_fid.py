@@ -23,7 +23,7 @@ from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
 from evaluations.record import Evaluation, Results, lowest, read_records
 from evaluations.suite import metrics_for
-from evaluations.tables import EvaluationTable, differ, shown, write_tables
+from evaluations.tables import EvaluationTable, columns_of, differ, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import evaluation, points
@@ -396,8 +396,8 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
 
 
 def table_of(results, own):
-    write_tables(results, [(done, shown(done)) for done in own], "fid")
-    return EvaluationTable(own, [shown(done) for done in own], "fid").terminal()
+    write_tables(results, [(done, columns_of(done)) for done in own], "fid")
+    return EvaluationTable(own, [columns_of(done) for done in own], "fid").terminal()
 
 
 def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the_last_one_have_all(tmp_path):
@@ -488,7 +488,7 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
     assert results.records == [done] and results.find(wanted(done)) == done
     for name in ("b.npz", "c.npz"):  # results without standard errors: nothing says whether they are worse
         results.add(record(name, 2.0))
-    write_tables(results, [(done, shown(done))], "fid")
+    write_tables(results, [(done, columns_of(done))], "fid")
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [(row["images"], row["best"]) for row in rows] == [("a.npz", "*"), ("b.npz", "?"), ("c.npz", "?")]
     (warning,) = caplog.messages
