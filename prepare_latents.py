@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError, list_faults
 from common.files import open_atomically
-from common.images import DRAWING, class_caption, labelled_grid
+from common.images import DRAWING, class_caption, labelled_grid, to_uint8
 from common.types import AutoencoderSpec, Colour, PositiveFloat, PositiveInt, Text
 from configs import command_line
 
@@ -158,7 +158,7 @@ def inspect(
     if is_drawn:
         latents, labels = fetch_spread(dataset)
         labels = [class_caption(label, dataset.class_names) for label in labels]
-        decoded, num_columns = list(autoencoders.to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
+        decoded, num_columns = list(to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
         originals = (
             None if source is None else [source.read(item).pixels for item in evenly_spaced_items(len(dataset), len(labels))]
         )

@@ -1,4 +1,4 @@
-"""Find and decode image files, crop images as ADM does, and draw labelled grids."""
+"""Find and decode image files, crop images as ADM does, convert images from and to uint8, and draw labelled grids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont, ImageOps
 
 from common.errors import UserError, list_faults
+
+if TYPE_CHECKING:  # commands that print their help import this module, and importing torch takes seconds
+    from torch import Tensor
 
 NOT_A_FILE = "it is not a regular file, or the link is broken"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -183,6 +186,27 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
     image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
     left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
     return np.array(image.crop((left, top, left + resolution, top + resolution)))
+
+
+def from_uint8(images: Tensor) -> Tensor:
+    """Convert uint8 images [B, H, W, 3] to float32 images [B, 3, H, W] with values from -1 to 1."""
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
+    """Convert float32 images [B, 1 or 3, H, W] with values from -1 to 1 to uint8 RGB images [B, H, W, 3].
+
+    Args:
+        rounding: How to convert pixel values to integers. `round` rounds to the nearest integer, and `truncate` rounds down.
+
+    Raises:
+        UserError: If a value is NaN or infinite, because the conversion would silently turn the value into a valid pixel.
+    """
+    if not images.isfinite().all():
+        raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")
+    levels = images * 127.5 + 127.5
+    pixels = (levels.round() if rounding == "round" else levels).clamp(0, 255).byte()
+    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()
 
 
 def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_columns: int = 10) -> Image.Image:

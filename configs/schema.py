@@ -87,7 +87,7 @@ Classes = Annotated[
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile
-Rounding = Literal["round", "truncate"]  # see latents.autoencoders.to_uint8
+Rounding = Literal["round", "truncate"]  # see common.images.to_uint8
 Labels = Literal["random", "balanced"]  # see sampling.sampler.draw_labels
 EMALength = Annotated[float, Field(gt=0, le=0.28)]  # see extras.posthoc_ema
 

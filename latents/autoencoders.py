@@ -170,24 +170,3 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
     if channels not in (None, 1, 3):
         raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
     return Identity()
-
-
-def from_uint8(images: Tensor) -> Tensor:
-    """Convert uint8 images [B, H, W, 3] to float32 images [B, 3, H, W] with values from -1 to 1."""
-    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def to_uint8(images: Tensor, rounding: str = "round") -> Tensor:
-    """Convert float32 images [B, 1 or 3, H, W] with values from -1 to 1 to uint8 RGB images [B, H, W, 3].
-
-    Args:
-        rounding: How to convert pixel values to integers. `round` rounds to the nearest integer, and `truncate` rounds down.
-
-    Raises:
-        UserError: If a value is NaN or infinite, because the conversion would silently turn the value into a valid pixel.
-    """
-    if not images.isfinite().all():
-        raise UserError("decoded images hold NaN or infinity: the autoencoder overflows")
-    levels = images * 127.5 + 127.5
-    pixels = (levels.round() if rounding == "round" else levels).clamp(0, 255).to(torch.uint8)
-    return pixels.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous()

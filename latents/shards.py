@@ -28,9 +28,8 @@ from torch import Tensor
 
 from common.errors import UserError, as_user_error
 from common.files import check_format, hash_bytes, hash_file, read_json, regular_file, write_atomically
-from common.images import hash_pixels
+from common.images import hash_pixels, to_uint8
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
-from latents.autoencoders import to_uint8
 from latents.reader import FileReader
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.images import to_uint8
 from common.randomness import SeedRandom, derive_seed
 from configs.schema import Data, Diffusion, Sampler
 from guidance import Guidance, GuidanceInputs
-from latents.autoencoders import Autoencoder, to_uint8
+from latents.autoencoders import Autoencoder
 from latents.shards import restore_latents
 
 
@@ -29,7 +30,7 @@ class ImageSampler:
         autoencoder: Autoencoder that decodes the output of `restore_latents`.
         data: Shape, number of classes and scale of the latents.
         precision: Precision of the networks, `fp32` or `bf16`.
-        rounding: Rounding mode for pixel values. See `latents.autoencoders.to_uint8`.
+        rounding: Rounding mode for pixel values. See `common.images.to_uint8`.
         is_compiled: Whether to pad each batch to the largest batch size so far, because each new size triggers a compilation.
         weak: Weak network of the guidance method and the diffusion of that network.
         cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.

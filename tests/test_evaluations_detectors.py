@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch_fidelity import feature_extractor_inceptionv3 as port
 
 from common.errors import UserError
+from common.images import to_uint8
 from evaluations import classifiers, inception
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features, extract, stored_statistics
 from evaluations.images import open_images
 from evaluations.inception import InceptionDetector
 from evaluations.metrics import class_agreement
-from latents.autoencoders import to_uint8
 from sampling import evaluator
 
 DIGITS = open_images(REPOSITORY / "evaluations" / "digits_reference.npz")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_edm import ListedRandom
 
 from common.errors import UserError
+from common.images import to_uint8
 from latents import autoencoders
 from latents.order import BatchOrder
 from latents.shards import LatentDataset, ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
@@ -244,15 +245,15 @@ def test_flips_are_drawn_again_in_each_epoch():
 
 def test_identity_latents_become_the_pixels_of_the_images_and_are_clamped():
     pixels = torch.tensor([[0, 128], [255, 3]], dtype=torch.float32)
-    images = autoencoders.to_uint8(autoencoders.build("identity", CPU, 1).decode((pixels / 127.5 - 1)[None, None]))
+    images = to_uint8(autoencoders.build("identity", CPU, 1).decode((pixels / 127.5 - 1)[None, None]))
     assert images.shape == (1, 2, 2, 3) and images.dtype == torch.uint8
     assert images[0, :, :, 0].tolist() == pixels.tolist() and torch.equal(images[..., 0], images[..., 2])
-    assert autoencoders.to_uint8(torch.tensor([[[[-3.0, 3.0]]]]))[0, 0, :, 0].tolist() == [0, 255]
+    assert to_uint8(torch.tensor([[[[-3.0, 3.0]]]]))[0, 0, :, 0].tolist() == [0, 255]
     between = torch.tensor([[[[-3.0, 9.6 / 127.5 - 1, 3.0]]]])
-    assert [autoencoders.to_uint8(between, how)[0, 0, 1, 0].item() for how in ("round", "truncate")] == [10, 9]
-    assert autoencoders.to_uint8(between, "truncate")[0, 0, :, 0].tolist() == [0, 9, 255]
+    assert [to_uint8(between, how)[0, 0, 1, 0].item() for how in ("round", "truncate")] == [10, 9]
+    assert to_uint8(between, "truncate")[0, 0, :, 0].tolist() == [0, 9, 255]
     with pytest.raises(UserError, match="decoded images hold NaN"):
-        autoencoders.to_uint8(torch.full((1, 3, 2, 2), math.nan))
+        to_uint8(torch.full((1, 3, 2, 2), math.nan))
 
 
 def test_an_sd_vae_loads_from_a_local_folder_and_processes_large_batches_in_slices(tmp_path, monkeypatch):

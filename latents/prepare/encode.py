@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor
 
 from common.errors import UserError, as_user_error, list_faults
+from common.images import from_uint8
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range, Text
-from latents.autoencoders import SD_VAE, Autoencoder, from_uint8
+from latents.autoencoders import SD_VAE, Autoencoder
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from common.errors import UserError, as_user_error
-from common.images import class_caption
+from common.images import class_caption, from_uint8, to_uint8
 from common.progress import progress_bar
-from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder, from_uint8, to_uint8
+from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
