@@ -190,7 +190,7 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
     """
     from common.images import are_same_colour
     from evaluations.images import read_ahead, write_npz
-    from sampling.image_sets import holds_shards, open_image_set
+    from latents.image_sets import holds_shards, open_image_set
 
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} {'exists; give a new file' if Path(output).exists() else 'must end in .npz'}")
@@ -223,8 +223,8 @@ def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_thr
         output: Weights file detectors/<set>.safetensors. The file name determines the metric name fd_<set>.
     """
     from evaluations.classifiers import train_detector
+    from latents.image_sets import open_image_set
     from runtime.machine import start_accelerator
-    from sampling.image_sets import open_image_set
 
     device = start_accelerator(cpu_threads).device
     with ended_by_ctrl_c():

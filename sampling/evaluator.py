@@ -31,8 +31,8 @@ from evaluations.features import (
 )
 from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import evaluate, jackknife
+from latents.image_sets import holds_shards, open_image_set
 from runtime.processes import gather_on_main, on_main
-from sampling.image_sets import holds_shards, open_image_set
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from latents.shards import read_manifest_at
 from runtime.compilation import log_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
-from sampling.image_sets import open_image_set
+from latents.image_sets import open_image_set
 from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.score import settings_of_scores
 

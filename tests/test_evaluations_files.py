@@ -14,9 +14,9 @@ import prepare_latents
 from common.errors import UserError
 from common.images import DRAWING, adm_center_crop
 from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
+from latents.image_sets import open_image_set
 from latents.shards import LatentDataset
 from sampling.evaluator import open_reference
-from sampling.image_sets import open_image_set
 
 
 def make_images(num: int = 7, height: int = 5, width: int = 6, seed: int = 0) -> np.ndarray:

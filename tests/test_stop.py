@@ -121,7 +121,7 @@ def test_an_interrupted_training_of_a_detector_does_not_promise_a_resume(monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("evaluations.classifiers.train_detector", interrupt)
-    monkeypatch.setattr("sampling.image_sets.open_image_set", lambda path: None)
+    monkeypatch.setattr("latents.image_sets.open_image_set", lambda path: None)
     with pytest.raises(SystemExit) as ended:
         prepare_latents.detector("images.npz", str(tmp_path / "set.safetensors"), cpu_threads=1)
     assert ended.value.code == 130 and capsys.readouterr().err.endswith("stopped; nothing was written\n")
