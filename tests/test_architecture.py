@@ -18,7 +18,7 @@ from configs.settings import flatten
 FLOORS = [
     ["evidence", "extras"],
     ["train", "sample", "fid", "prepare_latents"],
-    ["training"],
+    ["training", "latents.prepare"],
     ["sampling"],
     ["checkpoints"],
     ["runtime"],

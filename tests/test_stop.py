@@ -19,6 +19,7 @@ from forked import Command, fork_children
 from checkpoints import store
 from common.errors import UserError
 from common.files import lock_file
+from latents.prepare import reference
 from training import stop as stop_module
 from training.stop import StopSignal
 
@@ -115,15 +116,13 @@ def test_the_processes_of_a_signalled_launcher_save_and_leave_during_an_evaluati
 
 
 def test_an_interrupted_training_of_a_detector_does_not_promise_a_resume(monkeypatch, tmp_path, capsys):
-    import prepare_latents
-
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("evaluations.classifiers.train_detector", interrupt)
-    monkeypatch.setattr("latents.image_sets.open_image_set", lambda path: None)
+    monkeypatch.setattr(reference, "train_detector", interrupt)
+    monkeypatch.setattr(reference, "open_image_set", lambda path: None)
     with pytest.raises(SystemExit) as ended:
-        prepare_latents.detector("images.npz", str(tmp_path / "set.safetensors"), cpu_threads=1)
+        reference.detector("images.npz", str(tmp_path / "set.safetensors"), cpu_threads=1)
     assert ended.value.code == 130 and capsys.readouterr().err.endswith("stopped; nothing was written\n")
 
 

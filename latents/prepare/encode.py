@@ -1,13 +1,19 @@
-"""Encode images into a folder of shards. Threads read and crop images, the device encodes them, and a thread writes shards."""
+"""Implement `prepare_latents.py encode`, which encodes images into a folder of shards.
+
+Threads read and crop images, the device encodes them, and a thread writes shards.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -21,11 +27,25 @@ from common.images import from_uint8
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range, Text
+from latents import autoencoders
 from latents.autoencoders import SD_VAE, Autoencoder
 from latents.order import map_ahead
-from latents.prepare.images import ImageReader, LabelledImages, to_jpeg
+from latents.prepare.images import (
+    ImageReader,
+    LabelledImages,
+    count_classes,
+    describe_classes,
+    hash_images,
+    open_labelled_images,
+    to_jpeg,
+)
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
 from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
+from latents.torch_files import read_channel_statistics
+from runtime import processes
+from runtime.machine import cores_per_process, start_accelerator
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,6 +96,70 @@ REPAIR = "repair or remove {}, or set on_error=skip"
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
 NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
+
+
+def encode(cfg: EncodeConfig) -> None:
+    """Encode images into a folder of shards. All processes that accelerate starts share the work."""
+    cfg = replace(cfg, num_workers=cores_per_process() if cfg.num_workers is None else cfg.num_workers)
+    # Use a long timeout, because processes that finish early wait for the slowest process.
+    accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
+    if cfg.autoencoder == "identity" and cfg.kind == "moments":
+        raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
+    if cfg.grey and cfg.autoencoder != "identity":
+        raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
+    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]) > 1:
+        raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
+
+    def find_images() -> LabelledImages:
+        images = open_labelled_images(cfg.images, cfg.labels)
+        refuse_faults(images, cfg)
+        return images
+
+    # Only the main process lists the images, so that the others do not look up every file on a shared disk.
+    source = processes.on_main(find_images)
+    processes.check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
+    if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
+        raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
+    try:
+        vae = autoencoders.build(cfg.autoencoder, accelerator.device, precision=cfg.precision)
+    except UserError as e:
+        raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
+    if cfg.resolution % vae.downsampling:
+        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
+    if cfg.part != "all" or cfg.duplicates == "skip":
+        rank, num_processes = accelerator.process_index, accelerator.num_processes
+        share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
+        hashes = processes.gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
+        source.choose(hashes, cfg.part, cfg.duplicates)
+    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
+    log.info("%s", describe_classes(source))
+    scale_factor, _, *statistics = vae.scaling
+    if cfg.latents_stats or cfg.normalize or cfg.sigma_data:  # these replace the autoencoder's own statistics
+        statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
+        scale_factor = scale_factor if cfg.sigma_data else 1.0
+    info = ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    if cfg.duplicates == "keep":
+        del settings["duplicates"]  # shards of earlier versions lack the key
+    settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
+
+    def hash_items(*bounds: int) -> str:
+        return processes.on_main(lambda: source.fingerprint(*bounds))
+
+    writer = ShardWriter(cfg.output, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
+    processes.wait_for_all()  # no process changes the folder before every process has checked it
+    # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
+    missing, unreadable = processes.on_main(lambda: open_folder(source, writer, cfg))
+    counts = len(source), num_classes, len(missing), len(writer.shards)
+    log.info("%d images in %d classes; %d of %d shards to make", *counts)
+    share = missing[accelerator.process_index :: accelerator.num_processes]
+    # The error comes after every process has made its shards, because it ends all processes.
+    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
+    if unreadable:
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
+    entries = {"source": cfg.images, "unread": source.unread}
+    processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
+    processes.leave()
 
 
 class _Batch(NamedTuple):

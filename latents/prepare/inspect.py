@@ -1,9 +1,11 @@
-"""Check latent shards for problems, and log properties of the latents."""
+"""Implement `prepare_latents.py inspect`, which checks latent shards for problems and logs properties of the latents."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,8 +13,11 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from common.errors import UserError, as_user_error
-from common.images import class_caption, from_uint8, to_uint8
+from common.files import open_atomically
+from common.images import DRAWING, class_caption, from_uint8, labelled_grid, to_uint8
 from common.progress import progress_bar
+from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
+from latents import autoencoders
 from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.order import map_ahead
@@ -28,6 +33,7 @@ from latents.shards import (
     mean_and_log_variance,
     read_manifest,
 )
+from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +41,65 @@ CHUNK = 1024  # number of latents to read at once
 FEW = 0.01  # tolerated fraction of constant or repeated images in a class, because many published data sets have some
 # Largest difference between an image and its decoded latent: RMS over a grid of at most 16x16 cell means, in -1 to 1.
 MAX_DIFFERENCE = 0.15
+
+
+def inspect(
+    path: Text,
+    images: Text | None = None,
+    autoencoder: AutoencoderSpec | None = None,
+    other: Text | None = None,
+    grid: Text = "auto",
+    sigma_data: PositiveFloat = 0.5,
+    cpu_threads: PositiveInt | None = None,
+) -> None:
+    """Read all latents, print a summary, and save a grid of 16 decoded latents. Exit with code 1 if there are problems.
+
+    Args:
+        path: Folder of shards, or a single shard.
+        images: Folder of the encoded images. If `images` is set, the command compares all latents with these images, and the grid
+            shows the original images next to the decoded latents.
+        other: Folder of shards. If `other` is set, images that are in both folders are a problem.
+        autoencoder: Autoencoder that decodes the latents for the grid. By default, the shards determine the autoencoder.
+        grid: Image file to write. `auto` writes <path>/inspect_<hash>.png, and `none` disables the grid.
+        sigma_data: Standard deviation of the network input that the diffusion assumes.
+    """
+    dataset = LatentDataset(path, check_folder=False)
+    autoencoder = autoencoder or dataset.info.autoencoder
+    file = Path(grid)
+    if grid == "auto":
+        folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
+        file = folder / DRAWING.format(dataset.fingerprint[:8])
+    elif file.exists():
+        raise UserError(f"grid={file} exists; give another file, or remove it")
+    is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
+    decoder, device = None, start_accelerator(cpu_threads).device
+    if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
+        decoder = autoencoders.build(autoencoder, device, dataset.channels)
+    shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
+    source = None if images is None else SourceImages(dataset, images)
+    problems = find_problems(dataset, sigma_data, source, decoder, device) + shared
+    if is_drawn:
+        latents, labels = fetch_spread(dataset)
+        labels = [class_caption(label, dataset.class_names) for label in labels]
+        decoded, num_columns = list(to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
+        originals = (
+            None if source is None else [source.read(item).pixels for item in evenly_spaced_items(len(dataset), len(labels))]
+        )
+        if originals is None and dataset.has_jpegs:
+            with contextlib.suppress(UserError):  # find_problems already reports unreadable images
+                originals = fetch_images(dataset)
+        if originals is not None:
+            decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
+            num_columns = 8
+        try:
+            with open_atomically(file) as f:
+                labelled_grid(decoded, labels, num_columns).save(f)
+            log.info("drew %d latents in %s", len(latents), file)
+        except UserError as e:
+            log.warning("%s; grid=<file> sets another file", e)
+    if problems:
+        raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
+    log.info("no problems were found")
 
 
 class SourceImages:
