@@ -167,12 +167,12 @@ def test_samples_are_drawn_once_and_depend_only_on_the_seed_and_the_image(images
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
     def writer():
-        return ShardWriter(tmp_path, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
+        return ShardWriter(tmp_path, INFO, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
 
     first, second, third = writer(), writer(), writer()
     first.open()
     for shard in first.missing():
-        first.write(shard, torch.tensor([0, 1]), INFO, {"latents": torch.randn(2, 1, 4, 4)})
+        first.write(shard, torch.tensor([0, 1]), {"latents": torch.randn(2, 1, 4, 4)})
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
         second.open()

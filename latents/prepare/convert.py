@@ -57,13 +57,13 @@ def convert(cfg: ConvertConfig) -> None:
     read_image = source.find_images(info.resolution) if cfg.keep_images == "jpeg" else None
     fingerprint, num_items = source.fingerprint(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
-    writer = ShardWriter(cfg.output, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
+    writer = ShardWriter(cfg.output, info, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_image is not None:
             tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
-        writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), info, tensors)
+        writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), tensors)
     writer.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 

@@ -146,7 +146,7 @@ def encode(cfg: EncodeConfig) -> None:
     def hash_items(*bounds: int) -> str:
         return processes.on_main(lambda: source.fingerprint(*bounds))
 
-    writer = ShardWriter(cfg.output, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
+    writer = ShardWriter(cfg.output, info, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
     processes.wait_for_all()  # no process changes the folder before every process has checked it
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     missing, unreadable = processes.on_main(lambda: open_folder(source, writer, cfg))
@@ -154,7 +154,7 @@ def encode(cfg: EncodeConfig) -> None:
     log.info("%d images in %d classes; %d of %d shards to make", *counts)
     share = missing[accelerator.process_index :: accelerator.num_processes]
     # The error comes after every process has made its shards, because it ends all processes.
-    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, info, cfg, accelerator))
+    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, cfg, accelerator))
     if unreadable:
         raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
@@ -241,7 +241,6 @@ def encode_images(
     vae: Autoencoder,
     writer: ShardWriter,
     shards: Sequence[PlannedShard],
-    info: ShardInfo,
     cfg: EncodeConfig,
     accelerator: Accelerator,
 ) -> list[dict]:
@@ -278,7 +277,7 @@ def encode_images(
             tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
             tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
             written.result()  # wait for the previous shard, so that at most one shard is queued
-            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), info, tensors, left_out, notes)
+            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), tensors, left_out, notes)
         written.result()
     return unreadable
 

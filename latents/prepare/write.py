@@ -63,6 +63,7 @@ class ShardWriter:
 
     Args:
         output: Folder for the shards.
+        info: Header of the shards.
         settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
         hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
             changes, the writer creates the shard again. If all hashes change, the writer raises UserError.
@@ -74,9 +75,16 @@ class ShardWriter:
     """
 
     def __init__(
-        self, output: str, settings: dict, hash_items: Callable[[int, int], str], num_items: int, shard_size: int, dtype: Dtype
+        self,
+        output: str,
+        info: ShardInfo,
+        settings: dict,
+        hash_items: Callable[[int, int], str],
+        num_items: int,
+        shard_size: int,
+        dtype: Dtype,
     ):
-        self.output, self.dtype = Path(output), getattr(torch, dtype)
+        self.output, self.info, self.dtype = Path(output), info, getattr(torch, dtype)
         self.settings = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
         self.shards = []
         for number, start in enumerate(range(0, num_items, shard_size)):
@@ -145,7 +153,6 @@ class ShardWriter:
         self,
         shard: PlannedShard,
         labels: Tensor,
-        info: ShardInfo,
         tensors: dict[str, Tensor],
         left_out: Sequence[dict] = (),
         notes: Mapping[str, int] | None = None,
@@ -161,14 +168,14 @@ class ShardWriter:
         """
         stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         if "image_hashes" not in stored:
-            stored["image_hashes"] = hash_latents(stored["latents"], info.kind)
+            stored["image_hashes"] = hash_latents(stored["latents"], self.info.kind)
         provenance = {
             "settings": self.settings,
             "source": shard.source_hash,
             "left_out": list(left_out),
-            "sums": channel_sums(stored["latents"], info.kind).tolist(),
+            "sums": channel_sums(stored["latents"], self.info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})
-        write_atomically(shard.file, serialize_shard(shard.file, info, provenance, labels=labels, **stored))
+        write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, labels=labels, **stored))
 
     def finish(
         self,
