@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     for i, node in enumerate(("node0", "node1")):
         shutil.copy(REPOSITORY / "evaluations" / "digits_reference.npz", folder / node / "reference.npz")
         np.savez(folder / node / "other.npz", arr_0=np.full((4, 8, 8, 3), i, dtype=np.uint8))
+        (folder / node / "vae").write_text(f"weights {i}")
         make_shard(folder / node / "data" / "a.safetensors", channels=1, size=8, num_classes=10, seed=i)
     reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
     cache = folder / "node1" / "scores" / "reference_features"
@@ -59,13 +60,20 @@ def errors(folder, name):
         ("sweep", "checkpoints"),
         ("data", "data.path"),
         ("reference", "evaluation.reference"),
+        ("latents", "output"),
+        ("weights", "autoencoder"),
     ],
 )
 def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, key):
-    used = {"output": "images", "data.path": "data", "evaluation.reference": "other.npz"}.get(
-        key, "runs/one/checkpoints/step_0000003"
-    )
-    used = "runs/new" if name == "new" else used
+    others = {
+        "new": "runs/new",
+        "output": "images",
+        "data": "data",
+        "reference": "other.npz",
+        "latents": "latents",
+        "weights": "vae",
+    }
+    used = others.get(name, "runs/one/checkpoints/step_0000003")
     first, second = errors(folder, name)
     assert first == second and first.startswith(f"{key}: process 1 on ")
     assert f" sees other content in {folder}/node1/{used} than process 0 on " in first and f" in {folder}/node0/{used}; " in first
@@ -84,7 +92,7 @@ def test_a_shared_folder_is_all_that_two_nodes_need(folder):
 
 def test_one_process_inspects_the_images_for_both(folder):
     first, second = (json.loads((folder / f"calls_{rank}.json").read_text()) for rank in (0, 1))
-    assert first["size"] > 9 and second["size"] == 1  # the second reads one, to check that both see the same
+    assert first["size"] > 9 and second["size"] == 3  # one for each of three commands, to check that both see the same
     assert first["fingerprint"] >= 1 and "fingerprint" not in second
 
 

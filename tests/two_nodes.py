@@ -16,6 +16,7 @@ from conftest import TINY, checked, forget_accelerate
 
 from common.errors import UserError
 from evaluations.images import NpzImages
+from latents import autoencoders
 from latents.prepare.images import LabelledImages
 from runtime import processes
 
@@ -49,6 +50,8 @@ RUNS = {
     "reference": ("fid", [*FID, f"checkpoint={SHARED}", "output=judged", "evaluation.reference=other.npz"]),
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
+    "latents": ("prepare_latents", [*ENCODE, "output=latents"]),
+    "weights": ("prepare_latents", [*ENCODE, "output={shared}/weights", "autoencoder=sd-vae:vae"]),
     "encoded": ("prepare_latents", [*ENCODE, "output={shared}/latents"]),
     "resumed": ("train", [*TINY, "name=one", "output_dir={shared}/runs", "train.num_steps=4", "train.lr=1e-2"]),
 }  # fmt: skip
@@ -60,6 +63,17 @@ def run(name: str, folder: Path, *more: str) -> None:
     arguments = [argument.format(shared=folder / "shared") for argument in [*arguments, *more]]
     main = __import__(script).main
     main(arguments if script == "prepare_latents" else checked(arguments, {"train": "config"}.get(script, script)))
+
+
+class FromFile(autoencoders.Identity):
+    """A stand-in for an autoencoder with weights in the file `vae`, because importing diffusers takes long."""
+
+    def fingerprint(self):
+        return Path("vae").read_text()
+
+
+def build(spec, *args, build=autoencoders.build, **settings):
+    return FromFile() if spec == "sd-vae:vae" else build(spec, *args, **settings)
 
 
 def counted(function, calls: Counter, name: str):
@@ -77,6 +91,7 @@ def main(folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a process cannot open a second process group
         stack.enter_context(mock.patch.object(processes, "NEW_FILE_SEC", 1.0))
+        stack.enter_context(mock.patch.object(autoencoders, "build", build))
         for owner, what in ((LabelledImages, "size"), (NpzImages, "fingerprint")):
             stack.enter_context(mock.patch.object(owner, what, counted(getattr(owner, what), calls, what)))
         for name in RUNS:

@@ -40,10 +40,10 @@ from latents.prepare.images import (
     to_jpeg,
 )
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
-from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
+from latents.shards import UNFINISHED, Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
 from latents.torch_files import read_channel_statistics
-from runtime import processes
 from runtime.machine import cores_per_process, start_accelerator
+from runtime.processes import check_same, check_shared, gather_lists, on_main
 
 log = logging.getLogger(__name__)
 
@@ -95,71 +95,57 @@ MAY_CHANGE_ON_RESUME |= {"scale_factor"}
 REPAIR = "repair or remove {}, or set on_error=skip"
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
-NUM_CHECKED = 10_000  # number of images that `refuse_faults` reads
+NUM_CHECKED = 10_000  # number of images that `find_images` reads
 
 
 def encode(cfg: EncodeConfig) -> None:
     """Encode images into a folder of shards. All processes that accelerate starts share the work."""
+    check_settings(cfg)
     cfg = replace(cfg, num_workers=cores_per_process() if cfg.num_workers is None else cfg.num_workers)
     # Use a long timeout, because processes that finish early wait for the slowest process.
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    # Only the main process lists the images, so that the others do not look up every file on a shared disk.
+    source = on_main(lambda: find_images(cfg))
+    check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
+    vae = load_autoencoder(cfg, accelerator.device)
+    check_same(vae.fingerprint(), "autoencoder", Path(cfg.autoencoder.partition(":")[2]))
+    if cfg.part != "all" or cfg.duplicates == "skip":
+        share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
+        hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
+        source.choose(hashes, cfg.part, cfg.duplicates)
+    # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
+    writer, missing, unreadable = on_main(lambda: open_folder(source, vae, cfg))
+    check_shared(writer.output / UNFINISHED, "output", is_new=True)
+    # The error comes after every process has made its shards, because it ends all processes.
+    unreadable += gather_lists(encode_images(source, vae, writer, missing[rank::num_processes], cfg, accelerator))
+    if unreadable:
+        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
+    entries = {"source": cfg.images, "unread": source.unread}
+    on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
+
+
+def check_settings(cfg: EncodeConfig) -> None:
+    """Raise UserError if two settings exclude each other."""
     if cfg.autoencoder == "identity" and cfg.kind == "moments":
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if cfg.grey and cfg.autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
     if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]) > 1:
         raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
-
-    def find_images() -> LabelledImages:
-        images = open_labelled_images(cfg.images, cfg.labels)
-        refuse_faults(images, cfg)
-        return images
-
-    # Only the main process lists the images, so that the others do not look up every file on a shared disk.
-    source = processes.on_main(find_images)
-    processes.check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
     if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
         raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
+
+
+def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
+    """Build the autoencoder, and check that it accepts images of `cfg.resolution`."""
     try:
-        vae = autoencoders.build(cfg.autoencoder, accelerator.device, precision=cfg.precision)
+        vae = autoencoders.build(cfg.autoencoder, device, precision=cfg.precision)
     except UserError as e:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
     if cfg.resolution % vae.downsampling:
         raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
-    if cfg.part != "all" or cfg.duplicates == "skip":
-        rank, num_processes = accelerator.process_index, accelerator.num_processes
-        share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
-        hashes = processes.gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
-        source.choose(hashes, cfg.part, cfg.duplicates)
-    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
-    log.info("%s", describe_classes(source))
-    scale_factor, _, *statistics = vae.scaling
-    if cfg.latents_stats or cfg.normalize or cfg.sigma_data:  # these replace the autoencoder's own statistics
-        statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
-        scale_factor = scale_factor if cfg.sigma_data else 1.0
-    info = ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
-    if cfg.duplicates == "keep":
-        del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-
-    def hash_items(*bounds: int) -> str:
-        return processes.on_main(lambda: source.fingerprint(*bounds))
-
-    writer = ShardWriter(cfg.output, info, settings, hash_items, len(source), cfg.shard_size, cfg.dtype)
-    processes.wait_for_all()  # no process changes the folder before every process has checked it
-    # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    missing, unreadable = processes.on_main(lambda: open_folder(source, writer, cfg))
-    counts = len(source), num_classes, len(missing), len(writer.shards)
-    log.info("%d images in %d classes; %d of %d shards to make", *counts)
-    share = missing[accelerator.process_index :: accelerator.num_processes]
-    # The error comes after every process has made its shards, because it ends all processes.
-    unreadable += processes.gather_lists(encode_images(source, vae, writer, share, cfg, accelerator))
-    if unreadable:
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "unread": source.unread}
-    processes.on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
-    processes.leave()
+    return vae
 
 
 class _Batch(NamedTuple):
@@ -177,13 +163,14 @@ def image_reader(cfg: EncodeConfig) -> ImageReader:
     return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
 
 
-def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
-    """Raise UserError if the source has faults and on_error=stop. The message also lists unreadable images.
+def find_images(cfg: EncodeConfig) -> LabelledImages:
+    """List the images. Raise UserError if there are faults and on_error=stop. The message also lists unreadable images.
 
     Only a source with faults is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
     """
+    source = open_labelled_images(cfg.images, cfg.labels)
     if not source.faults or cfg.on_error == "skip":
-        return
+        return source
 
     def problem(number: int) -> str | None:
         try:
@@ -198,12 +185,20 @@ def refuse_faults(source: LabelledImages, cfg: EncodeConfig) -> None:
     raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
 
 
-def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) -> tuple[list[PlannedShard], list[dict]]:
-    """Lock the writer's folder in one process. Return the missing shards, and the unreadable images of the other shards.
+def open_folder(
+    source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig
+) -> tuple[ShardWriter, list[PlannedShard], list[dict]]:
+    """Lock the output folder. Return its writer, the missing shards, and the unreadable images of the other shards.
 
     A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
     unreadable images, which are returned. With on_error=skip, no images are returned.
     """
+    info = describe_shards(source, vae, cfg)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    if cfg.duplicates == "keep":
+        del settings["duplicates"]  # shards of earlier versions lack the key
+    settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
+    writer = ShardWriter(cfg.output, info, settings, source.fingerprint, len(source), cfg.shard_size, cfg.dtype)
     unreadable: list[dict] = []
 
     def find_readable(left_out: Mapping[PlannedShard, Collection[str]]) -> dict[PlannedShard, list[str]]:
@@ -217,7 +212,20 @@ def open_folder(source: LabelledImages, writer: ShardWriter, cfg: EncodeConfig) 
         return {} if unreadable else readable  # if the command ends with an error, no shard is made again
 
     writer.open(find_readable)
-    return writer.missing(), unreadable
+    counts = len(source), info.num_classes, len(missing := writer.missing()), len(writer.shards)
+    log.info("%d images in %d classes; %d of %d shards to make", *counts)
+    return writer, missing, unreadable
+
+
+def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:
+    """Return the header of the shards. The user's statistics replace the autoencoder's own."""
+    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
+    log.info("%s", describe_classes(source))
+    scale_factor, _, *statistics = vae.scaling
+    if cfg.latents_stats or cfg.normalize or cfg.sigma_data:
+        statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
+        scale_factor = scale_factor if cfg.sigma_data else 1.0
+    return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:

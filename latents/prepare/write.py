@@ -93,6 +93,10 @@ class ShardWriter:
         self._planned = {(shard.file, shard.source_hash) for shard in self.shards}
         self._read_sources()
 
+    def __getstate__(self) -> dict:
+        """A copy in another process can write shards. The lock stays in the process that opened the folder."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
     def _read_sources(self) -> set[tuple[Path, str]]:
         """Return the path and the source hash of each shard in the folder.
 
