@@ -79,27 +79,31 @@ def inspect(
     source = None if images is None else SourceImages(dataset, images)
     problems = find_problems(dataset, sigma_data, source, decoder, device) + shared
     if is_drawn:
-        latents, labels = fetch_spread(dataset)
-        labels = [class_caption(label, dataset.class_names) for label in labels]
-        decoded, num_columns = list(to_uint8(decoder.decode(latents.to(device)).cpu()).numpy()), 4
-        originals = (
-            None if source is None else [source.read(item).pixels for item in evenly_spaced_items(len(dataset), len(labels))]
-        )
-        if originals is None and dataset.has_jpegs:
-            with contextlib.suppress(UserError):  # find_problems already reports unreadable images
-                originals = fetch_images(dataset)
-        if originals is not None:
-            decoded, labels = sum(zip(decoded, originals), ()), [label for label in labels for _ in range(2)]
-            num_columns = 8
-        try:
-            with open_atomically(file) as f:
-                labelled_grid(decoded, labels, num_columns).save(f)
-            log.info("drew %d latents in %s", len(latents), file)
-        except UserError as e:
-            log.warning("%s; grid=<file> sets another file", e)
+        draw_grid(file, dataset, decoder, device, source)
     if problems:
         raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
     log.info("no problems were found")
+
+
+def draw_grid(
+    file: Path, dataset: LatentDataset, decoder: Autoencoder, device: torch.device, originals: SourceImages | None
+) -> None:
+    """Save a grid of 16 decoded latents, next to their images if these are known or stored. A write error is only logged."""
+    items = evenly_spaced_items(len(dataset), 16)
+    columns = [to_uint8(decoder.decode(_fetch_means(dataset, items).to(device)).cpu()).numpy()]
+    if originals is not None:
+        columns.append([originals.read(item).pixels for item in items])
+    elif dataset.has_jpegs:
+        with contextlib.suppress(UserError):  # find_problems already reports unreadable images
+            columns.append(_fetch_images(dataset, items))
+    images = [image for row in zip(*columns) for image in row]
+    captions = [class_caption(label, dataset.class_names) for label in dataset.labels[items].tolist() for _ in columns]
+    try:
+        with open_atomically(file) as f:
+            labelled_grid(images, captions, 4 * len(columns)).save(f)
+        log.info("drew %d latents in %s", len(items), file)
+    except UserError as e:
+        log.warning("%s; grid=<file> sets another file", e)
 
 
 class SourceImages:
@@ -181,7 +185,7 @@ def _check_files(dataset: LatentDataset) -> Iterator[str]:
 def _check_images(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_jpegs:
         try:
-            fetch_images(dataset, 256)
+            _fetch_images(dataset, evenly_spaced_items(len(dataset), 256))
         except UserError as e:
             yield str(e)
     if dataset.has_flips:
@@ -312,8 +316,7 @@ def _check_originals(
         items = np.arange(start, min(start + size, len(dataset)))
         read = [next(images) for _ in items]
         pixels = torch.from_numpy(np.stack([image.pixels for image in read]))
-        stored = dataset.fetch(items, np.zeros(len(items), dtype=bool))[0].float().nan_to_num(0, 0, 0)
-        latents = mean_and_log_variance(stored, info.kind)[0]
+        latents = _fetch_means(dataset, items)
         if info.autoencoder == "identity":
             is_different = (to_uint8(latents) != pixels).flatten(1).any(dim=1)
         else:
@@ -352,17 +355,12 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
     return [dataset.fetch(indices, np.full(len(indices), flip))[0] for flip in (False, True)[: 1 + dataset.has_flips]]
 
 
-def fetch_spread(dataset: LatentDataset) -> tuple[Tensor, list[int]]:
-    """Fetch latents, float32 [16, C, h, w], and labels of evenly spaced items in the data set.
-
-    For `moments`, return the means as latents. Replace NaN and infinity with 0.
-    """
-    indices = evenly_spaced_items(len(dataset), 16)
-    stored, labels = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
-    return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0), labels.tolist()
+def _fetch_means(dataset: LatentDataset, indices: np.ndarray) -> Tensor:
+    """Fetch latents, float32 [n, C, h, w]. For `moments`, return the means. Replace NaN and infinity with 0."""
+    stored, _ = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
+    return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0)
 
 
-def fetch_images(dataset: LatentDataset, num_items: int = 16) -> np.ndarray:
-    """Fetch the stored images, uint8 [n, R, R, 3], of evenly spaced items. By default, use the same items as `fetch_spread`."""
-    indices = evenly_spaced_items(len(dataset), num_items)
+def _fetch_images(dataset: LatentDataset, indices: np.ndarray) -> np.ndarray:
+    """Fetch the stored images, uint8 [n, R, R, 3]."""
     return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
