@@ -24,12 +24,12 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def list_faults(faults: Sequence[str], remedy: str) -> str:
-    """Return an error message for one or more faults. The message shows at most 20 faults. `remedy` contains {} for `it`."""
-    if len(faults) == 1:
-        return f"{faults[0]}; {remedy.format('it')}"
-    more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
-    return "\n- ".join([f"{len(faults)} faults; {remedy.format('them')}:", *faults[:20], *more])
+def list_problems(problems: Sequence[str], remedy: str) -> str:
+    """Return an error message for one or more problems. The message shows at most 20. `remedy` contains {} for `it`."""
+    if len(problems) == 1:
+        return f"{problems[0]}; {remedy.format('it')}"
+    more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return "\n- ".join([f"{len(problems)} problems; {remedy.format('them')}:", *problems[:20], *more])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont, ImageOps
 
-from common.errors import UserError, list_faults
+from common.errors import UserError, list_problems
 
 if TYPE_CHECKING:  # commands that print their help import this module, and importing torch takes seconds
     from torch import Tensor
@@ -38,31 +38,31 @@ class Listing(NamedTuple):
     others: Counter[str]  # number of all other files by suffix
 
 
-def list_images(folder: Path, faults: dict[str, str] | None = None) -> Listing:
+def list_images(folder: Path, problems: dict[str, str] | None = None) -> Listing:
     """List the files below `folder`. The search follows links to folders and skips hidden names.
 
-    Faults are broken links, links to a folder that contains the link, folders that cannot be read, and images that are pipes or
-    devices. The function adds {relative path: message} to `faults`. If `faults` is None, it raises UserError instead.
+    Problems are broken links, links to a folder that contains the link, folders that cannot be read, and images that are pipes or
+    devices. The function adds {relative path: message} to `problems`. If `problems` is None, it raises UserError instead.
     """
-    images, unread, others, problems = [], [], Counter(), {}
+    images, unread, others, reasons = [], [], Counter(), {}
     unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
-    for name, entry in walk(folder, problems):
+    for name, entry in walk(folder, reasons):
         suffix = os.path.splitext(name)[1].lower()
         if suffix in SUFFIXES:
             images.append(name)
             if not (os.path.isfile(entry) if entry.is_symlink() else entry.is_file()):
-                problems[name] = f"cannot be read: {NOT_A_FILE}"
+                reasons[name] = f"cannot be read: {NOT_A_FILE}"
         elif is_broken_link(entry):  # it may stand for a folder
-            problems[name] = "is a broken link"
+            reasons[name] = "is a broken link"
         elif suffix in unread_suffixes:
             unread.append(name)
         else:
             others[suffix or "no suffix"] += 1
-    described = {name: f"{name or str(folder)[:200]} {problems[name]}" for name in sorted(problems)}
-    if faults is not None:
-        faults.update(described)
+    described = {name: f"{name or str(folder)[:200]} {reasons[name]}" for name in sorted(reasons)}
+    if problems is not None:
+        problems.update(described)
     elif described:
-        raise UserError(f"{folder}: {list_faults([*described.values()], 'repair or remove {}')}")
+        raise UserError(f"{folder}: {list_problems([*described.values()], 'repair or remove {}')}")
     return Listing(sorted(images), sorted(unread), others)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import ImageColor
 
-from common.errors import UserError, as_user_error, list_faults
+from common.errors import UserError, as_user_error, list_problems
 from common.files import hash_bytes, open_atomically, read_yaml
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
 from evaluations.metrics import Statistics
@@ -176,7 +176,7 @@ class ImageFolder:
                 return str(e)
 
         if problems := [text for text in pool.map(problem, files) if text is not None]:
-            raise UserError(list_faults(problems, "mend or remove {}"))
+            raise UserError(list_problems(problems, "mend or remove {}"))
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash.

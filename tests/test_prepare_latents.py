@@ -302,7 +302,7 @@ def test_a_shard_without_any_readable_image_is_empty_and_is_not_encoded_again(im
         encode(folder, tmp_path / "none", autoencoder or vae, *settings)
 
 
-def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, caplog):
+def test_all_problems_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, caplog):
     folder = shutil.copytree(images, tmp_path / "images")
     (folder / "bee" / "loop").symlink_to(folder)
     (folder / "cow" / "broken.png").symlink_to("nowhere.png")
@@ -310,7 +310,7 @@ def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, 
     (folder / "aardvark").symlink_to("disk_that_is_not_mounted")
     (folder / "bee" / "more").symlink_to("disk_that_is_not_mounted")
     (folder / "ant" / "text.png").write_text("not an image")
-    faults = [
+    problems = [
         "aardvark is a broken link, and without it later classes get other labels",
         "bee/loop is a link to a folder that contains it",
         "bee/more is a broken link",
@@ -318,9 +318,11 @@ def test_all_faults_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path, 
         "dog/ holds no images, and without it later classes get other labels",
         "ant/text.png cannot be read: UnidentifiedImageError: ",
     ]
-    with pytest.raises(UserError, match="images=.*: 6 faults; repair or remove them, or set on_error=skip:") as refused:
+    with pytest.raises(UserError, match="images=.*: 6 problems; repair or remove them, or set on_error=skip:") as refused:
         encode(folder, tmp_path / "out")
-    assert all(line.startswith(f"- {fault}") for line, fault in zip(str(refused.value).splitlines()[1:], faults, strict=True))
+    assert all(
+        line.startswith(f"- {problem}") for line, problem in zip(str(refused.value).splitlines()[1:], problems, strict=True)
+    )
     assert not (tmp_path / "out").exists()
     dataset = LatentDataset(encode(folder, tmp_path / "out", "identity", "on_error=skip"))
     assert len(dataset) == 40 and dataset.class_names == ["ant", "bee", "cow"]
@@ -340,7 +342,7 @@ def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(i
     names = open_labelled_images(folder).names
     for name in (names[1], names[2], names[30]):  # in the shards 0 and 3 of five
         (folder / name).write_text("not an image")
-    with pytest.raises(UserError, match="^3 faults; repair them, or set on_error=skip .*:\n- ") as refused:
+    with pytest.raises(UserError, match="^3 problems; repair them, or set on_error=skip .*:\n- ") as refused:
         encode(folder, tmp_path / "out")
     lines = str(refused.value).splitlines()[1:]
     del refused  # its traceback holds the lock of the folder
@@ -362,7 +364,7 @@ def test_images_that_were_left_out_and_can_be_read_again_are_encoded_by_the_same
         (folder / name).write_bytes(bytes((images / name).stat().st_size))
     encode(folder, tmp_path / "out", "identity", "on_error=skip")
     with pytest.raises(
-        UserError, match=rf"^3 faults; .*\n- {damaged[0]} cannot .*\n- {damaged[1]} cannot .*\n- {damaged[2]} "
+        UserError, match=rf"^3 problems; .*\n- {damaged[0]} cannot .*\n- {damaged[1]} cannot .*\n- {damaged[2]} "
     ) as refused:
         encode(folder, tmp_path / "out", "identity")
     del refused
@@ -390,7 +392,7 @@ def test_every_process_makes_its_shards_before_unreadable_images_end_all(tmp_pat
     settings = ["images=pictures", "output=latents", "autoencoder=identity", "kind=sample", "resolution=32", "shard_size=2"]
     for outcome in launch(tmp_path, ["prepare_latents.py", "encode", *settings, "cpu_threads=1", "num_workers=0"], 2):
         outcome.expect_code(1)
-        assert "2 faults; " in outcome.output and "a/00.png" in outcome.output and "b/15.png" in outcome.output
+        assert "2 problems; " in outcome.output and "a/00.png" in outcome.output and "b/15.png" in outcome.output
     assert len(list((tmp_path / "latents").glob("latents_*.safetensors"))) == 6
 
 
@@ -429,7 +431,7 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
         encode(tmp_path / "images", tmp_path / "out", "identity", *settings)
     # With shards of one image each, the command with value_range= keeps the shards of images with 8 bits.
     Image.fromarray(np.full((8, 8, 3), 7, np.uint8)).save(tmp_path / "images" / "a" / "usual.png")
-    with pytest.raises(UserError, match="2 faults; repair them"):
+    with pytest.raises(UserError, match="2 problems; repair them"):
         encode(tmp_path / "images", tmp_path / "kept", "identity", *settings, "shard_size=1")
     (made,) = (tmp_path / "kept").glob("*.safetensors")
     at = made.stat().st_mtime_ns
@@ -614,7 +616,7 @@ def test_the_folders_that_hold_the_images_are_the_classes_at_any_depth(tmp_path)
     assert found.class_names == ["ant", "bee"] and found.labels.tolist() == [0, 1] == [
         *map(found.class_names.index, ("ant", "bee"))
     ]
-    assert sorted(found.faults) == ["set/cow", "set/dog"]
+    assert sorted(found.problems) == ["set/cow", "set/dog"]
     assert open_labelled_images(tmp_path / "set").class_names == found.class_names
     write_images(tmp_path, "plants/rose/a.png")
     found = open_labelled_images(tmp_path)
@@ -634,7 +636,7 @@ def test_images_without_class_folders_and_class_folders_without_images_are_refus
         (tmp_path / folder).mkdir()
     (tmp_path / "a.png").rename(tmp_path / "zebra" / "a.png")
     (tmp_path / "axolotl" / "a.gif").write_text("")
-    assert open_labelled_images(tmp_path).faults == {
+    assert open_labelled_images(tmp_path).problems == {
         "axolotl": "axolotl/ holds no images, and without it later classes get other labels"
     }
     (tmp_path / "zebra").rename(tmp_path / "val")

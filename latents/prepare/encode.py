@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from common.errors import UserError, as_user_error, list_faults
+from common.errors import UserError, as_user_error, list_problems
 from common.images import from_uint8
 from common.progress import progress_bar
 from common.randomness import SeedRandom
@@ -120,9 +120,9 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += gather_lists(encode_images(source, vae, writer, missing[rank::num_processes], cfg, accelerator))
     if unreadable:
-        raise UserError(list_faults([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
+        raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
-    on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.faults, **entries))
+    on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
 
 
 def check_settings(cfg: EncodeConfig) -> None:
@@ -164,12 +164,12 @@ def image_reader(cfg: EncodeConfig) -> ImageReader:
 
 
 def find_images(cfg: EncodeConfig) -> LabelledImages:
-    """List the images. Raise UserError if there are faults and on_error=stop. The message also lists unreadable images.
+    """List the images. Raise UserError if there are problems and on_error=stop. The message also lists unreadable images.
 
-    Only a source with faults is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
+    Only a source with problems is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
     """
     source = open_labelled_images(cfg.images, cfg.labels)
-    if not source.faults or cfg.on_error == "skip":
+    if not source.problems or cfg.on_error == "skip":
         return source
 
     def problem(number: int) -> str | None:
@@ -182,7 +182,7 @@ def find_images(cfg: EncodeConfig) -> LabelledImages:
     numbers = range(min(len(source), NUM_CHECKED))
     checked = progress_bar(map_ahead(problem, numbers, cfg.num_workers), total=len(numbers), unit="images", desc="checking")
     unreadable = [message for message in checked if message is not None]
-    raise UserError(f"images={cfg.images}: {list_faults([*dict.fromkeys([*source.faults.values(), *unreadable])], REPAIR)}")
+    raise UserError(f"images={cfg.images}: {list_problems([*dict.fromkeys([*source.problems.values(), *unreadable])], REPAIR)}")
 
 
 def open_folder(

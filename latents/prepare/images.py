@@ -132,14 +132,14 @@ class LabelledImages:
         all_labels: The labels of all images from which `keep` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
         unread: Image files in the folder whose format `encode` does not support.
-        faults: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
+        problems: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
     """
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
         self.path, self.names, self.class_names = path, names, class_names
         self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
         self.unread: list[str] = []
-        self.faults: dict[str, str] = {}
+        self.problems: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -235,8 +235,8 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         raise UserError(f"images={path} does not exist")
     if path.suffix.lower() == ".zip":
         raise UserError(f"images={path} is a .zip; unpack it, and give the folder")
-    faults: dict[str, str] = {}
-    names, unread, others = list_images(path, faults) if path.is_dir() else Listing([], [], Counter())
+    problems: dict[str, str] = {}
+    names, unread, others = list_images(path, problems) if path.is_dir() else Listing([], [], Counter())
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
@@ -248,7 +248,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     elif os.path.lexists(path / "dataset.json"):
         images = _label_by_json(path, names)
     else:
-        images = _label_by_folder(path, names, labels, faults)
+        images = _label_by_folder(path, names, labels, problems)
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     if unread:
@@ -257,7 +257,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         log.warning("%s: %d images are not read, %s first (%s); encode reads %s", path, len(unread), unread[0], counts, reads)
     if names and others:
         log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
-    images.unread, images.faults = unread, faults
+    images.unread, images.problems = unread, problems
     return images
 
 
@@ -280,7 +280,7 @@ MAX_PARTS = 6  # a data set with more first-level folders has classes there, suc
 _EDM_NAME = re.compile(r"\d{5}/img\d{8}\.\w+")  # name of an image that EDM's dataset_tool.py wrote
 
 
-def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str, str]) -> LabelledImages:
+def _label_by_folder(path: Path, names: list[str], labels: str, problems: dict[str, str]) -> LabelledImages:
     """Label each image by the folder that holds it, or by its first-level folder if labels=first_level.
 
     As in torchvision, number the classes by their sorted names.
@@ -299,8 +299,8 @@ def _label_by_folder(path: Path, names: list[str], labels: str, faults: dict[str
         name = folder.relative_to(path).as_posix()
         is_folder = folder.is_dir() or (is_broken_link(folder) and name not in names)
         if is_folder and folder.name not in classes and not is_hidden(folder.name):
-            problem = faults.get(name, f"{name}/ holds no images")
-            faults[name] = f"{problem}, and without it later classes get other labels"
+            problem = problems.get(name, f"{name}/ holds no images")
+            problems[name] = f"{problem}, and without it later classes get other labels"
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
 
 

@@ -186,7 +186,7 @@ class ShardWriter:
         class_names: list[str] | None = None,
         normalize: bool = False,
         sigma_data: float | None = None,
-        faults: Mapping[str, str] | None = None,
+        problems: Mapping[str, str] | None = None,
         **entries: object,
     ) -> None:
         """Write manifest.json and unlock the folder. One process must call `finish` after all shards are written.
@@ -194,7 +194,7 @@ class ShardWriter:
         Args:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
             sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
-            faults: Messages for skipped links and folders, as {relative path: message}.
+            problems: Messages for skipped links and folders, as {relative path: message}.
             entries: Additional entries of the manifest.
 
         Raises:
@@ -204,7 +204,7 @@ class ShardWriter:
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
         left_out = [entry for shard in provenance for entry in shard["left_out"]]
         names = {entry["name"] for entry in left_out}
-        left_out += [{"name": name, "problem": text} for name, text in (faults or {}).items() if name not in names]
+        left_out += [{"name": name, "problem": text} for name, text in (problems or {}).items() if name not in names]
         notes = sum((Counter(shard.get("notes", {})) for shard in provenance), Counter())
         sums = np.sum([shard["sums"] for shard in provenance], axis=0)
         if not sums.any():
