@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont, ImageOps
 
-from common.errors import UserError, list_problems
+from common.errors import UserError
 
 if TYPE_CHECKING:  # commands that print their help import this module, and importing torch takes seconds
     from torch import Tensor
@@ -36,13 +36,14 @@ class Listing(NamedTuple):
     images: list[str]  # files with a suffix in SUFFIXES
     unread: list[str]  # files with the suffix of another image format
     others: Counter[str]  # number of all other files by suffix
+    problems: dict[str, str]  # path -> message
 
 
-def list_images(folder: Path, problems: dict[str, str] | None = None) -> Listing:
+def list_images(folder: Path) -> Listing:
     """List the files below `folder`. The search follows links to folders and skips hidden names.
 
     Problems are broken links, links to a folder that contains the link, folders that cannot be read, and images that are pipes or
-    devices. The function adds {relative path: message} to `problems`. If `problems` is None, it raises UserError instead.
+    devices.
     """
     images, unread, others, reasons = [], [], Counter(), {}
     unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
@@ -59,11 +60,7 @@ def list_images(folder: Path, problems: dict[str, str] | None = None) -> Listing
         else:
             others[suffix or "no suffix"] += 1
     described = {name: f"{name or str(folder)[:200]} {reasons[name]}" for name in sorted(reasons)}
-    if problems is not None:
-        problems.update(described)
-    elif described:
-        raise UserError(f"{folder}: {list_problems([*described.values()], 'repair or remove {}')}")
-    return Listing(sorted(images), sorted(unread), others)
+    return Listing(sorted(images), sorted(unread), others, described)
 
 
 def walk(folder: Path, problems: dict[str, str]) -> Iterator[tuple[str, os.DirEntry]]:

@@ -107,6 +107,8 @@ class ImageFolder:
         self.path, self.crop, self.background = Path(path), crop, background
         self._modes = MODES if convert_to_rgb or crop else ("RGB",)
         listed = list_images(self.path)
+        if listed.problems:
+            raise UserError(f"{self.path}: {list_problems([*listed.problems.values()], 'repair or remove {}')}")
         sampled = self._sampled_folders(listed.images)
         grids = [name for name in listed.images if os.path.basename(name).startswith("grid_")]
         grids = {name for name in grids if not sampled.isdisjoint(Path(name).parents)}  # sample.py writes them next to its images

@@ -304,7 +304,7 @@ def test_a_deep_tree_of_folders_is_listed_or_refused_at_once(tmp_path):
     finally:
         os.chdir(here)
     with within_a_second(), pytest.raises(UserError, match="cannot be read: File name too long"):
-        list_images(tmp_path)
+        open_images(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 0.5, 0.999])
@@ -327,7 +327,7 @@ def test_images_are_listed_through_links_and_a_loop_of_links_is_refused(tmp_path
     assert list_images(tmp_path / "linked")[0] == ["a.png", "b/1.PNG", "c/1.PNG"]
     (tmp_path / "images" / "b" / "loop").symlink_to(tmp_path / "images")
     with pytest.raises(UserError, match="loop is a link to a folder that contains it"):
-        list_images(tmp_path / "linked")
+        open_images(tmp_path / "linked")
 
 
 def test_a_read_only_disk_is_named_as_such(tmp_path, monkeypatch):

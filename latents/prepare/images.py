@@ -235,8 +235,7 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
         raise UserError(f"images={path} does not exist")
     if path.suffix.lower() == ".zip":
         raise UserError(f"images={path} is a .zip; unpack it, and give the folder")
-    problems: dict[str, str] = {}
-    names, unread, others = list_images(path, problems) if path.is_dir() else Listing([], [], Counter())
+    names, unread, others, problems = list_images(path) if path.is_dir() else Listing([], [], Counter(), {})
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
