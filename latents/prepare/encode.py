@@ -137,32 +137,6 @@ def check_settings(cfg: EncodeConfig) -> None:
         raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
 
 
-def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
-    """Build the autoencoder, and check that it accepts images of `cfg.resolution`."""
-    try:
-        vae = autoencoders.build(cfg.autoencoder, device, precision=cfg.precision)
-    except UserError as e:
-        raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
-    if cfg.resolution % vae.downsampling:
-        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
-    return vae
-
-
-class _Batch(NamedTuple):
-    """A batch of consecutive images in one shard."""
-
-    images: Tensor  # the readable images, uint8 [b, H, W, 3]
-    kept: list[int]  # indices of the readable images
-    left_out: list[dict]  # {"name", "problem"} for each unreadable image
-    hashes: list[int]  # hashes of the readable images
-    jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
-    notes: Counter[str]  # number of images for each note of `ReadImage`
-
-
-def image_reader(cfg: EncodeConfig) -> ImageReader:
-    return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
-
-
 def find_images(cfg: EncodeConfig) -> LabelledImages:
     """List the images. Raise UserError if there are problems and on_error=stop. The message also lists unreadable images.
 
@@ -183,6 +157,17 @@ def find_images(cfg: EncodeConfig) -> LabelledImages:
     checked = progress_bar(map_ahead(problem, numbers, cfg.num_workers), total=len(numbers), unit="images", desc="checking")
     unreadable = [message for message in checked if message is not None]
     raise UserError(f"images={cfg.images}: {list_problems([*dict.fromkeys([*source.problems.values(), *unreadable])], REPAIR)}")
+
+
+def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
+    """Build the autoencoder, and check that it accepts images of `cfg.resolution`."""
+    try:
+        vae = autoencoders.build(cfg.autoencoder, device, precision=cfg.precision)
+    except UserError as e:
+        raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
+    if cfg.resolution % vae.downsampling:
+        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
+    return vae
 
 
 def open_folder(
@@ -226,6 +211,21 @@ def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig)
         statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
         scale_factor = scale_factor if cfg.sigma_data else 1.0
     return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
+
+
+def image_reader(cfg: EncodeConfig) -> ImageReader:
+    return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
+
+
+class _Batch(NamedTuple):
+    """A batch of consecutive images in one shard."""
+
+    images: Tensor  # the readable images, uint8 [b, H, W, 3]
+    kept: list[int]  # indices of the readable images
+    left_out: list[dict]  # {"name", "problem"} for each unreadable image
+    hashes: list[int]  # hashes of the readable images
+    jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
+    notes: Counter[str]  # number of images for each note of `ReadImage`
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:
