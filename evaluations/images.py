@@ -178,7 +178,7 @@ class ImageFolder:
                 return str(e)
 
         if problems := [text for text in pool.map(problem, files) if text is not None]:
-            raise UserError(list_problems(problems, "mend or remove {}"))
+            raise UserError(list_problems(problems, "repair or remove {}"))
 
     def quick_fingerprint(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash.

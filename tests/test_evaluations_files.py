@@ -300,7 +300,7 @@ def test_a_broken_image_and_an_image_of_another_size_are_named(tmp_path):
             read(ImageFolder(tmp_path), 2)
     (tmp_path / "d.png").write_bytes(b"not a PNG")
     with pytest.raises(
-        UserError, match=r"2 problems; mend or remove them:\n- .*c\.png cannot be read.*\n- .*d\.png cannot be read"
+        UserError, match=r"2 problems; repair or remove them:\n- .*c\.png cannot be read.*\n- .*d\.png cannot be read"
     ):
         read(ImageFolder(tmp_path), 2)
     (tmp_path / "d.png").unlink()

@@ -1,4 +1,4 @@
-"""Implement `prepare_latents.py reference` and `detector`, which prepare what fid.py compares images with."""
+"""Implement `prepare_latents.py reference` and `detector`, which make references and detectors for fid.py."""
 
 from __future__ import annotations
 
