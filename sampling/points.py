@@ -23,11 +23,11 @@ from configs.settings import as_list
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, Results
 from evaluations.tables import columns_of, format_settings
+from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
 from runtime.compilation import log_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
-from latents.image_sets import open_image_set
 from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.score import settings_of_scores
 

@@ -43,7 +43,7 @@ from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
 from latents.shards import UNFINISHED, Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
 from latents.torch_files import read_channel_statistics
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import check_same, check_shared, gather_lists, on_main
+from runtime.processes import Seen, check_new_file, check_same, gather_lists, on_main
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +107,16 @@ def encode(cfg: EncodeConfig) -> None:
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
     source = on_main(lambda: find_images(cfg))
-    check_same(source.fingerprint(0, 1), "images", Path(cfg.images))
     vae = load_autoencoder(cfg, accelerator.device)
-    check_same(vae.fingerprint(), "autoencoder", Path(cfg.autoencoder.partition(":")[2]))
+    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.fingerprint())
+    check_same(Seen("images", Path(cfg.images), source.fingerprint(0, 1)), weights)
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
         source.choose(hashes, cfg.part, cfg.duplicates)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     writer, missing, unreadable = on_main(lambda: open_folder(source, vae, cfg))
-    check_shared(writer.output / UNFINISHED, "output", is_new=True)
+    check_new_file("output", writer.output / UNFINISHED)
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += gather_lists(encode_images(source, vae, writer, missing[rank::num_processes], cfg, accelerator))
     if unreadable:
