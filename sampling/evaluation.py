@@ -47,7 +47,7 @@ def evaluate_points(plan: Plan, accelerator: Accelerator) -> None:
             if future.done():
                 future.result()  # raises its error
         if point.results.find(point.wanted):
-            log.info("%s: another command has stored this point", name_of(point, plan))
+            log.info("%s: another command has stored this point", describe_point(point, plan))
             return False
         if has_several and not point.checkpoint.path.exists():
             log.warning("%s was removed meanwhile; this point is left out", point.checkpoint.path)
@@ -56,7 +56,7 @@ def evaluate_points(plan: Plan, accelerator: Accelerator) -> None:
 
     def finish(point: Point, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
         errors = evaluator().jackknife(features, labels, NUM_GROUPS)
-        log.info("%s: %s", name_of(point, plan), format_metrics(record.metrics))  # first, because writing may fail
+        log.info("%s: %s", describe_point(point, plan), format_metrics(record.metrics))  # first, because writing may fail
         point.results.add(record.model_copy(update={"jackknife": errors}))
 
     with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
@@ -86,7 +86,7 @@ def score_point(
     return score_samples(evaluator(), sampler, point.wanted, point.class_names, name=title)
 
 
-def name_of(point: Point, plan: Plan) -> str:
+def describe_point(point: Point, plan: Plan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
