@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.files import check_format, is_leftover, read_yaml
 from configs.schema import TrainConfig
 from configs.settings import read_stored
-from latents.shards import fingerprint_of, read_manifest_at
+from latents.shards import hash_of_shards, read_manifest_at
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
     path, trained_on = checkpoint.config.data.path, checkpoint.state.get("data")
     with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
         manifest = read_manifest_at(path)
-        if manifest and trained_on not in (None, fingerprint_of(manifest["shards"])):
+        if manifest and trained_on not in (None, hash_of_shards(manifest["shards"])):
             log.warning("data.path=%s holds other latents than this run's, so its class names are not used", path)
             return None
         return manifest.get("class_names")

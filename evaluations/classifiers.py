@@ -132,7 +132,7 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     if reasons := [problem for problem, applies in problems.items() if applies]:
         raise UserError(f"reference={images.path}: {'; '.join(reasons)}")
     labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
-    metadata = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.fingerprint()}
+    metadata = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.hash()}
     random, batch_size = np.random.default_rng(1), 64
     held_out, training = _split(pixels.numpy(), num_images // (5 if is_digits else 10))
     if not len(held_out) or len(training) < batch_size:

@@ -150,7 +150,7 @@ def features_of_images(
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
     """Return the cache file <folder>/<images>_<detector>_<hash>.safetensors and a header that identifies images and weights."""
-    header = {"images": images.fingerprint(), "weights": detector.weights_hash}
+    header = {"images": images.hash(), "weights": detector.weights_hash}
     return folder / f"{images.path.name}_{detector.name}_{hash_bytes(repr(header).encode())[:8]}.safetensors", header
 
 

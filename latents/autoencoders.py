@@ -43,7 +43,7 @@ class Identity:
     downsampling = scaling.downsampling
     channels = 3  # number of latent channels
 
-    def fingerprint(self) -> str:
+    def hash(self) -> str:
         """Return a hash of the weights."""
         return "identity"
 
@@ -75,7 +75,7 @@ class KLAutoencoder:
         self.scaling = _scaling_of(self.vae.config)
         self.downsampling = self.scaling.downsampling
 
-    def fingerprint(self) -> str:
+    def hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for name, weight in sorted(self.vae.state_dict().items()):
             digest.update(name.encode() + weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -36,13 +36,13 @@ class PixelShards:
             part = items[i : i + batch_size]
             yield self._dataset.fetch_with_images(part, np.zeros(len(part), dtype=bool))[2].numpy()
 
-    def quick_fingerprint(self) -> str:
-        return self._dataset.fingerprint
+    def quick_hash(self) -> str:
+        return self._dataset.hash
 
-    fingerprint = quick_fingerprint
+    hash = quick_hash
 
     def spot_check(self) -> str:
-        return LatentDataset(self.path).fingerprint
+        return LatentDataset(self.path).hash
 
 
 def holds_shards(path: str | Path) -> bool:

@@ -231,7 +231,7 @@ def read_manifest_at(path: str | None) -> dict:
     return (read_manifest(Path(path)) if path and Path(path).is_dir() else None) or {}
 
 
-def fingerprint_of(hashes: Mapping[str, str]) -> str:
+def hash_of_shards(hashes: Mapping[str, str]) -> str:
     """Return a hash that identifies a data set with these hashes of its shards, in the order of the files."""
     return hash_bytes("".join(hashes.values()).encode())
 
@@ -361,9 +361,9 @@ class LatentDataset:
         return np.isin(self.image_hashes, other.image_hashes)
 
     @property
-    def fingerprint(self) -> str:
+    def hash(self) -> str:
         """Return a hash that identifies the data set."""
-        return fingerprint_of(self.hashes)
+        return hash_of_shards(self.hashes)
 
 
 def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:

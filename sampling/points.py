@@ -243,7 +243,7 @@ def point_of_images(cfg: FidConfig, images: ImageSet, reference: ImageSet) -> Po
     output = given_output(cfg.output) or folder_for_images(cfg.images)
     if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    settings = {"images": cfg.images, "images_hash": images.fingerprint(), "num_samples": cfg.evaluation.num_samples}
+    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": cfg.evaluation.num_samples}
     wanted = Evaluation(settings=settings | settings_of_scores(cfg.evaluation, reference))
     return Point(wanted, Results(output).check(), cfg)
 

@@ -24,7 +24,7 @@ def settings_of_scores(evaluation: schema.Measuring, reference: ImageSet) -> dic
         "detector": "+".join(evaluation.all_detectors),
         **hash_weights(evaluation),
         "reference": Path(evaluation.reference).name,
-        "reference_hash": reference.quick_fingerprint(),
+        "reference_hash": reference.quick_hash(),
     }
 
 

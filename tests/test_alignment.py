@@ -170,7 +170,7 @@ def test_latents_that_are_pixels_are_their_own_images(tmp_path):
 def test_shards_with_other_images_are_another_data_set(tmp_path):
     for name, shift in (("a", 0), ("b", 9)):
         write_shard_with_images(tmp_path / name / "a.safetensors", [to_jpeg(image + shift) for image in smooth_images(4)])
-    first, second = (LatentDataset(tmp_path / name).fingerprint for name in "ab")
+    first, second = (LatentDataset(tmp_path / name).hash for name in "ab")
     assert first != second
 
 

@@ -98,7 +98,7 @@ def test_the_identity_changes_with_the_data(tmp_path):
     others = dict(b={}, c=dict(seed=1), d=dict(flips=True), e=dict(latents_mean=(0.1, 0.0), latents_std=(1.0, 1.0)))
     for name, settings in {"a": {}, **others}.items():
         make_shard(tmp_path / name / "x.safetensors", **settings)
-    a, b, *differing = (LatentDataset(tmp_path / name).fingerprint for name in "abcde")
+    a, b, *differing = (LatentDataset(tmp_path / name).hash for name in "abcde")
     assert a == b and a not in differing
 
 
@@ -290,16 +290,16 @@ def test_a_missing_autoencoder_and_a_wrong_number_of_channels_are_refused(tmp_pa
 def test_replacing_any_shard_changes_the_identity_even_without_hashes_in_the_headers(tmp_path):
     for i in range(100):
         make_shard(tmp_path / f"{i:03}.safetensors", num_items=5, num_classes=1, seed=i)
-    fingerprints = [LatentDataset(tmp_path).fingerprint]
+    hashes = [LatentDataset(tmp_path).hash]
     (tmp_path / "057.safetensors").unlink()
     latents, labels = make_shard(tmp_path / "057.safetensors", num_items=5, num_classes=1, seed=1000)
-    fingerprints.append(LatentDataset(tmp_path).fingerprint)
+    hashes.append(LatentDataset(tmp_path).hash)
     metadata = {"about": json.dumps(asdict(LatentDataset(tmp_path).info))}
     for value in (1.0, 2.0):
         latents[3, 0, 2, 2] = value
         save_file({"latents": latents, "labels": labels}, tmp_path / "057.safetensors", metadata=metadata)
-        fingerprints.append(LatentDataset(tmp_path).fingerprint)
-    assert len(set(fingerprints)) == 4
+        hashes.append(LatentDataset(tmp_path).hash)
+    assert len(set(hashes)) == 4
 
 
 @pytest.mark.parametrize(("scale_factor", "warns"), [(0.02, True), (0.5, False), (1.9, False), (10.0, True)])

@@ -68,7 +68,7 @@ def run(name: str, folder: Path, *more: str) -> None:
 class FromFile(autoencoders.Identity):
     """A stand-in for an autoencoder with weights in the file `vae`, because importing diffusers takes long."""
 
-    def fingerprint(self):
+    def hash(self):
         return Path("vae").read_text()
 
 
@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
         stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a process cannot open a second process group
         stack.enter_context(mock.patch.object(processes, "NEW_FILE_SEC", 1.0))
         stack.enter_context(mock.patch.object(autoencoders, "build", build))
-        for owner, what in ((LabelledImages, "size"), (NpzImages, "fingerprint")):
+        for owner, what in ((LabelledImages, "size"), (NpzImages, "hash")):
             stack.enter_context(mock.patch.object(owner, what, counted(getattr(owner, what), calls, what)))
         for name in RUNS:
             error = None

@@ -29,7 +29,7 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 class TrainerState(Settings):
     """The trainer's state in a checkpoint's state.json, besides the step."""
 
-    data: str  # fingerprint of the training latents and labels
+    data: str  # hash of the training latents and labels
     ema_num_updates: int
     loss_sums: list[float]  # one sum for each of `Trainer.modules`
     loss_count: int
@@ -71,7 +71,7 @@ class CheckpointHook(Hook):
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = TrainerState(
-            data=trainer.dataset.fingerprint,
+            data=trainer.dataset.hash,
             ema_num_updates=trainer.ema.num_updates_before + trainer.step,
             loss_sums=trainer.loss_sums.tolist(),
             loss_count=trainer.step - trainer.last_logged_step,
@@ -120,7 +120,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Resume a run from its checkpoint."""
     folder, state = checkpoint.path, read_trainer_state(checkpoint)
-    if state.data != trainer.dataset.fingerprint:
+    if state.data != trainer.dataset.hash:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config.data.path}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."

@@ -59,7 +59,7 @@ class Plan:
         seen = [see_file(key, checkpoint.manifest) for key, checkpoint in files.items() if checkpoint]
         seen += see_weak_checkpoints(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
-        seen += [Seen(key, latents.path, latents.fingerprint) for key, latents in data.items() if latents is not None]
+        seen += [Seen(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         reference = self.reference
         return seen + ([Seen("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else [])
 

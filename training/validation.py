@@ -48,7 +48,7 @@ class Validation(EvaluationHook):
 
     def wanted(self, trainer: Trainer) -> list[Evaluation]:
         settings = {"weights": "ema", "cfg_scale": 1.0, "network_precision": trainer.cfg.sampling.precision}
-        settings |= {"num_samples": len(self.dataset), "latents": self.dataset.fingerprint}
+        settings |= {"num_samples": len(self.dataset), "latents": self.dataset.hash}
         return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)]
 
     def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:

@@ -99,7 +99,7 @@ class Run:
 
     @cached_property
     def data_hash(self) -> str | None:
-        """Return the fingerprint of the latents by the newest checkpoint, or None if no checkpoint is here."""
+        """Return the hash of the latents by the newest checkpoint, or None if no checkpoint is here."""
         for folder in reversed(store.list_steps(self.path / "checkpoints").values()):
             with contextlib.suppress(UserError):
                 return store.read_state(folder).get("data")

@@ -55,9 +55,9 @@ def convert(cfg: ConvertConfig) -> None:
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
     read_image = source.find_images(info.resolution) if cfg.keep_images == "jpeg" else None
-    fingerprint, num_items = source.fingerprint(), len(source.labels)
+    source_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
-    writer = ShardWriter(cfg.output, info, settings, lambda start, _: f"{fingerprint} {start}", num_items, shard_size, dtype)
+    writer = ShardWriter(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
     writer.open()
     for shard in progress_bar(writer.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}

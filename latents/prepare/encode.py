@@ -108,8 +108,8 @@ def encode(cfg: EncodeConfig) -> None:
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
     source = on_main(lambda: find_images(cfg))
     vae = load_autoencoder(cfg, accelerator.device)
-    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.fingerprint())
-    check_same(Seen("images", Path(cfg.images), source.fingerprint(0, 1)), weights)
+    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.hash())
+    check_same(Seen("images", Path(cfg.images), source.hash(0, 1)), weights)
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
@@ -182,8 +182,8 @@ def open_folder(
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": vae.fingerprint(), "crop": "adm_center_crop"}
-    writer = ShardWriter(cfg.output, info, settings, source.fingerprint, len(source), cfg.shard_size, cfg.dtype)
+    settings |= {"command": "encode", **asdict(info), "weights": vae.hash(), "crop": "adm_center_crop"}
+    writer = ShardWriter(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
     unreadable: list[dict] = []
 
     def find_readable(left_out: Mapping[PlannedShard, Collection[str]]) -> dict[PlannedShard, list[str]]:

@@ -65,7 +65,7 @@ class LatentSource:
         """Return a function that returns an item's JPEG file of `resolution` pixels."""
         raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
-    def fingerprint(self) -> str:
+    def hash(self) -> str:
         """Hash the labels and 256 evenly spaced items, because reading all items would take as long as the conversion."""
         spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in evenly_spaced_items(len(self.labels), 256).tolist()]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))

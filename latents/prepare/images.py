@@ -177,7 +177,7 @@ class LabelledImages:
         """Return the file size of an image in bytes."""
         return (self.path / self.names[index]).stat().st_size
 
-    def fingerprint(self, start: int, stop: int) -> str:
+    def hash(self, start: int, stop: int) -> str:
         """Hash the names, file sizes and labels of images start .. stop - 1, and the content of up to four images.
 
         Hashing the content of all images would take as long as encoding the images.

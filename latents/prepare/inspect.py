@@ -68,7 +68,7 @@ def inspect(
     file = Path(grid)
     if grid == "auto":
         folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / DRAWING.format(dataset.fingerprint[:8])
+        file = folder / DRAWING.format(dataset.hash[:8])
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
