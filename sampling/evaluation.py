@@ -17,7 +17,7 @@ from evaluations.tables import EvaluationTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
-from sampling.points import Plan, Point
+from sampling.points import EvaluationPlan, Point
 from sampling.score import score_images, score_samples
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NUM_GROUPS = 10  # groups of samples for the jackknife
 
 
-def evaluate_points(plan: Plan, accelerator: Accelerator) -> None:
+def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
     """Evaluate the points that have no results yet. Every process must call this function.
 
     Points that another command has stored meanwhile are skipped. So are points of checkpoints that a running trainer has removed
@@ -68,7 +68,7 @@ def evaluate_points(plan: Plan, accelerator: Accelerator) -> None:
     on_main(lambda: [future.result() for future in finished])
 
 
-def build_evaluator(plan: Plan, accelerator: Accelerator) -> Evaluator:
+def build_evaluator(plan: EvaluationPlan, accelerator: Accelerator) -> Evaluator:
     detectors = build_detectors(plan.cfg.evaluation, accelerator)
     # Store reference features next to the run folders, because several runs often use the same reference.
     first = plan.points[0].results
@@ -77,7 +77,7 @@ def build_evaluator(plan: Plan, accelerator: Accelerator) -> Evaluator:
 
 
 def score_point(
-    point: Point, plan: Plan, evaluator: Callable[[], Evaluator], accelerator: Accelerator, title: str
+    point: Point, plan: EvaluationPlan, evaluator: Callable[[], Evaluator], accelerator: Accelerator, title: str
 ) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
     """Return a point's record without standard errors, the features of its images, and their class labels."""
     if point.recipe is None:
@@ -86,7 +86,7 @@ def score_point(
     return score_samples(evaluator(), sampler, point.wanted, point.class_names, name=title)
 
 
-def describe_point(point: Point, plan: Plan) -> str:
+def describe_point(point: Point, plan: EvaluationPlan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
@@ -94,7 +94,7 @@ def describe_point(point: Point, plan: Plan) -> str:
     return format_settings({"step": point.wanted.step, **own})
 
 
-def write_results(plan: Plan) -> float | None:
+def write_results(plan: EvaluationPlan) -> float | None:
     """Write the tables and plots of all points, and print a table. The main process calls this function.
 
     Return the lowest value of the first metric, which sweepers minimise.

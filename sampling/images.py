@@ -49,7 +49,7 @@ _IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """What a sample.py command makes. The main process decides it for all processes.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
         return [*(see_file(key, file) for key, file in files.items()), *see_weak_checkpoints([self.recipe])]
 
 
-def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> Plan:
+def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
     reads = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", reads)
@@ -92,10 +92,10 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     files = name_files(output, labels, names)
     missing = [seed for seed, file in files.items() if not file.exists()]
     log.info("%s: %d of %d images to make, in %s", checkpoint.path, len(missing), len(files), output)
-    return Plan(cfg, recipe, labels, output, files, missing, names)
+    return SamplePlan(cfg, recipe, labels, output, files, missing, names)
 
 
-def make_images(plan: Plan, accelerator: Accelerator) -> None:
+def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
     """Sample the missing images, and write the grid and the .npz file. Every process must call this function."""
     if plan.missing:
         sampler = plan.recipe.load_sampler(accelerator.device, plan.cfg.machine.compile)
@@ -228,7 +228,7 @@ def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterat
         yield
 
 
-def sample_files(sampler: ImageSampler, seeds: list[int], plan: Plan, show_progress: bool) -> None:
+def sample_files(sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show_progress: bool) -> None:
     """Sample an image for each seed and write a PNG file. A PNG file appears only when complete."""
 
     def write(seed: int, image: np.ndarray) -> None:
@@ -247,7 +247,7 @@ def sample_files(sampler: ImageSampler, seeds: list[int], plan: Plan, show_progr
         list(writing)
 
 
-def write_grid_and_npz(plan: Plan) -> None:
+def write_grid_and_npz(plan: SamplePlan) -> None:
     """Write the first images to grid_<seeds>.png and, if `npz` is true, all images to samples_<seeds>.npz."""
     output, files, labels, names = plan.output, plan.files, plan.labels, plan.class_names
     seeds = list(files)

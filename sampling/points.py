@@ -65,7 +65,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What a fid.py command evaluates. The main process decides it for all processes.
 
     Attributes:
@@ -94,7 +94,7 @@ class Plan:
         return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *own]
 
 
-def plan_evaluations(cfg: FidConfig, device: torch.device) -> Plan:
+def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
     checkpoints = [] if cfg.images else find_checkpoints(cfg)
     images = open_images_to_evaluate(cfg) if cfg.images else None
@@ -119,7 +119,7 @@ def plan_evaluations(cfg: FidConfig, device: torch.device) -> Plan:
     folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in points))
     numbers = " and ".join(f"{number:,}" for number in sorted({point.cfg.evaluation.num_samples for point in points}))
     log.info("%d of %d evaluations to do, of %s samples, in %s", len(missing), len(points), numbers, folders)
-    return Plan(points, missing, reference, images)
+    return EvaluationPlan(points, missing, reference, images)
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:

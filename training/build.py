@@ -24,7 +24,7 @@ from sampling.evaluator import Evaluator, build_detectors
 from sampling.recipe import compile_mode_for
 from training import hooks, saving
 from training.ema import EMA
-from training.start import Plan
+from training.start import TrainPlan
 from training.trainer import Hook
 from training.validation import Validation
 
@@ -132,7 +132,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
 
 def build_hooks(
     cfg: schema.TrainConfig,
-    plan: Plan,
+    plan: TrainPlan,
     ema: EMA,
     run: RunFolder,
     validation: LatentDataset | None,

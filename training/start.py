@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """With what a run starts. The main process decides it for all processes.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
         return seen + ([Seen("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else [])
 
 
-def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> Plan:
+def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
     """Find the checkpoints with which a run starts, and check all that can be checked before slow work."""
     tracking.check_login(cfg.wandb.mode)
     initial = select_initial_checkpoint(run, cfg)
@@ -82,10 +82,10 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> P
         needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.settings
         own["reference"] = open_reference(settings.reference, "evaluation.reference", *needs)
         own["scores"] = settings_of_scores(settings, own["reference"])
-    return Plan(newest, initial, initial and read_class_names(initial), grid, **own)
+    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, **own)
 
 
-def record_start(trainer: Trainer, run: RunFolder, plan: Plan) -> None:
+def record_start(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
