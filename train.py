@@ -30,17 +30,16 @@ log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> float | None:
-    """Train a run. Return the metric of its last step that sweepers minimise (`record.lowest`), or None without evaluations."""
+    """Train a run. Return the metric of its last step that sweepers minimise, or None without evaluations."""
     # These imports are inside `main` because torch takes seconds to import. --help and errors in keys do not need torch.
     from accelerate.utils import set_seed
 
     from checkpoints.run import RunFolder
-    from evaluations.record import lowest
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
     from training import build, saving, tracking
-    from training.hooks import EvaluationHook
+    from training.hooks import lowest_metric
     from training.parallel import check_processes
     from training.start import plan_training, record_start
     from training.stop import call_previous_handler, wait_to_be_killed
@@ -88,13 +87,7 @@ def main(cfg: TrainConfig) -> float | None:
     if not is_complete:
         # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
         sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
-    evaluations = [hook for hook in hooks if isinstance(hook, EvaluationHook)]
-
-    def objective() -> float | None:
-        records = [hook.results.find(wanted) for hook in evaluations for wanted in hook.wanted(trainer)]
-        return lowest(record for record in records if record is not None)
-
-    return processes.on_main(objective)
+    return processes.on_main(partial(lowest_metric, trainer))
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")

@@ -15,7 +15,7 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
-from evaluations.record import Evaluation, Results
+from evaluations.record import Evaluation, Results, lowest
 from evaluations.suite import display_name, format_metrics
 from evaluations.tables import guidance_fields
 from runtime.processes import keep_on_main, on_main
@@ -113,6 +113,13 @@ class EvaluationHook(Hook):
             metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
             log.info("step %d: %s", trainer.step, format_metrics(metrics))
             track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
+
+
+def lowest_metric(trainer: Trainer) -> float | None:
+    """Return the metric of the evaluations of the last step that sweepers minimise (`record.lowest`), or None without any."""
+    evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvaluationHook)]
+    records = [hook.results.find(wanted) for hook in evaluations for wanted in hook.wanted(trainer)]
+    return lowest(record for record in records if record is not None)
 
 
 def name_in_log(metric: str, record: Evaluation) -> str:
