@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoints import store
 from common.errors import UserError
 from common.files import check_format, is_leftover, read_yaml
-from configs.schema import TrainConfig
+from configs import schema
 from configs.settings import read_stored
 from latents.shards import hash_of_shards, read_manifest_at
 
@@ -33,7 +33,7 @@ class Checkpoint:
     path: Path
     hash: str
     step: int
-    config: TrainConfig = field(compare=False)
+    config: schema.TrainConfig = field(compare=False)
     state: dict = field(compare=False)
 
     @property
@@ -58,11 +58,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, checkpoint_hash, state["step"], read_config(folder), state)
 
 
-def read_config(folder: Path) -> TrainConfig:
+def read_config(folder: Path) -> schema.TrainConfig:
     """Read the configuration that a checkpoint or a run stores. Refuse other formats than `FORMAT`."""
     config = read_yaml(file := folder / "config.yaml")
     check_format(config, file)
-    return read_stored(config, TrainConfig, file)
+    return read_stored(config, schema.TrainConfig, file)
 
 
 def read_class_names(checkpoint: Checkpoint) -> list[str] | None:

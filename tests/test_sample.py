@@ -102,7 +102,7 @@ def test_a_compiled_network_sees_a_single_batch_size(monkeypatch):
     net = dit.DiT(input_size=4, patch_size=2, in_channels=1, num_classes=3, depth=2, width=16, num_heads=2, init="official_tread")
     ema = EMA(net, 0.9)
     cfg = checked(["sampler.num_steps=2"])
-    guidance = partial(guidances.cfg, cfg_scale=2.0)
+    guidance = partial(guidances.classifier_free, cfg_scale=2.0)
     shape = {"in_channels": 1, "input_size": 4, "num_classes": 3}
     data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
     with torch._dynamo.config.patch():
