@@ -179,7 +179,9 @@ def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
-def check_guidance(settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None) -> None:
+def check_guidance(
+    settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
+) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
