@@ -71,8 +71,8 @@ class SamplePlan:
 
     def seen(self) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
-        files = {"checkpoint": self.recipe.checkpoint.manifest, "output": self.output / SETTINGS}
-        return [*(see_file(key, file) for key, file in files.items()), *see_weak_checkpoints([self.recipe])]
+        checkpoint, settings = self.recipe.checkpoint.manifest, self.output / SETTINGS
+        return [see_file("checkpoint", checkpoint), *see_weak_checkpoints([self.recipe]), see_file("output", settings)]
 
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
