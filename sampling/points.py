@@ -209,34 +209,39 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
 
 def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], reference: ImageSet) -> list[Point]:
     """Return the points of the recipes, without points that measure the same."""
-    wanted: dict[int, Evaluation] = {}  # by index of the recipe
     scores = settings_of_scores(recipes[0][0].evaluation, reference)  # equal for all
-    for i, (cfg, recipe, _) in enumerate(recipes):
-        checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
-        name = (checkpoint.run or folder.resolve().parent).name
-        evaluation = Evaluation(
-            # What training measured at a step is not that of another folder with this step, such as a backup.
-            run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
-            step=checkpoint.step,
-            checkpoint=checkpoint.hash,
-            settings=recipe.settings() | cfg.evaluation.model_dump(include={"num_samples", "first_seed"}) | scores,
-        )
-        if not any(evaluation.answers(other, False) for other in wanted.values()):  # intervals have no effect at cfg_scale=1
-            wanted[i] = evaluation
-    kept = dict.fromkeys(recipes[i][1].checkpoint for i in wanted)
-    output = recipes[0][0].output
-    folders = {checkpoint: given_output(output) or results_folder(checkpoint) for checkpoint in kept}
-    is_optional = len({*folders.values()}) > 1
-    results = {
-        folder: Results(folder, None if output else checkpoint.run, is_optional).check() for checkpoint, folder in folders.items()
-    }
-    names = {checkpoint: read_class_names(checkpoint) for checkpoint in kept}
-    points = []
-    for i, evaluation in wanted.items():
-        cfg, recipe, typed = recipes[i]
-        own = results[folders[recipe.checkpoint]]
-        points.append(Point(evaluation, own, cfg, recipe, typed, names[recipe.checkpoint]))
-    return points
+    chosen: list[tuple[Evaluation, FidConfig, Recipe, dict]] = []
+    for cfg, recipe, typed in recipes:
+        wanted = evaluation_of_recipe(cfg, recipe, scores)
+        if not any(wanted.answers(other, False) for other, *_ in chosen):  # intervals have no effect at cfg_scale=1
+            chosen.append((wanted, cfg, recipe, typed))
+    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, _, recipe, _ in chosen))
+    results, names = open_results(recipes[0][0].output, checkpoints), {own: read_class_names(own) for own in checkpoints}
+    return [
+        Point(wanted, results[recipe.checkpoint], cfg, recipe, typed, names[recipe.checkpoint])
+        for wanted, cfg, recipe, typed in chosen
+    ]
+
+
+def evaluation_of_recipe(cfg: FidConfig, recipe: Recipe, scores: dict[str, object]) -> Evaluation:
+    """Return the evaluation of a recipe without figures. `scores` are the `settings_of_scores`."""
+    checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
+    name = (checkpoint.run or folder.resolve().parent).name
+    return Evaluation(
+        # What training measured at a step is not that of another folder with this step, such as a backup.
+        run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
+        step=checkpoint.step,
+        checkpoint=checkpoint.hash,
+        settings=recipe.settings() | cfg.evaluation.model_dump(include={"num_samples", "first_seed"}) | scores,
+    )
+
+
+def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:
+    """Return the results of each checkpoint, in `output` or else in its run. Several folders are optional: each may fail."""
+    folders = {checkpoint: given_output(output) or results_folder(checkpoint) for checkpoint in checkpoints}
+    runs = {folder: None if output else checkpoint.run for checkpoint, folder in folders.items()}
+    opened = {folder: Results(folder, run, is_optional=len(runs) > 1).check() for folder, run in runs.items()}
+    return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
 
 def point_of_images(cfg: FidConfig, images: ImageSet, reference: ImageSet) -> Point:
