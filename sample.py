@@ -23,13 +23,14 @@ from configs.schema import SampleConfig
 def main(cfg: SampleConfig) -> None:
     """Sample the images that are missing in the output folder, and write the grid."""
     from runtime.machine import start_accelerator, use_machine
-    from runtime.processes import check_same, on_main
-    from sampling.images import make_images, plan_images
+    from runtime.processes import check_new_file, check_same, on_main
+    from sampling.images import SETTINGS, make_images, plan_images
 
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     with contextlib.ExitStack() as stack:  # the main process locks the output folder
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
         check_same(*plan.seen())
+        check_new_file("output", plan.output / SETTINGS)
         use_machine(plan.cfg.machine, accelerator.device)
         make_images(plan, accelerator)
 

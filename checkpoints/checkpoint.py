@@ -89,17 +89,10 @@ def find_all(root: Path, reads: Collection[str] | None = None) -> list[Checkpoin
     """
     intact, problems = [], []
     for path in store.list_steps(root).values():
-        try:
-            store.verify(path, reads)
-        except UserError as e:
-            if not path.exists():
-                log.warning("%s was removed while it was read; it is left out", path)
-            elif isinstance(e.__cause__, OSError):
-                raise
-            else:
-                problems.append(e)
-        else:
+        if (problem := find_damage(path, reads, "it is left out")) is None:
             intact.append(read_checkpoint(path))
+        elif path.exists():
+            problems.append(problem)
     if problems and not intact:
         raise problems[0]
     for problem in problems:
@@ -115,21 +108,30 @@ def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Check
     """
     problems: dict[Path, str] = {}
     while left := [path for path in store.list_steps(root).values() if path not in problems]:
-        try:
-            store.verify(left[-1], reads)
-        except UserError as e:
-            if not left[-1].exists():
-                log.warning("%s was removed while it was read; looking for the next newest", left[-1])
-            elif isinstance(e.__cause__, OSError):
-                raise
-            else:
-                problems[left[-1]] = str(e)
-        else:
+        if (problem := find_damage(left[-1], reads, "looking for the next newest")) is None:
             newest = read_checkpoint(left[-1])
             warn_of_renamed(root, newest.step)
             return newest, problems
+        if left[-1].exists():
+            problems[left[-1]] = str(problem)
     warn_of_renamed(root, -1)
     return None, problems
+
+
+def find_damage(folder: Path, reads: Collection[str] | None, what_next: str) -> UserError | None:
+    """Return what is wrong with a checkpoint, or None. Raises UserError if the disk cannot be read.
+
+    If a running trainer removed the checkpoint meanwhile, the warning says what happens next.
+    """
+    try:
+        store.verify(folder, reads)
+    except UserError as e:
+        if not folder.exists():
+            log.warning("%s was removed while it was read; %s", folder, what_next)
+        elif isinstance(e.__cause__, OSError):
+            raise
+        return e
+    return None
 
 
 def warn_of_renamed(root: Path, newest_step: int) -> None:

@@ -25,7 +25,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | N
 
     Return None if the folder does not exist or contains no checkpoint. `start_run` then starts the run.
 
-    Raises UserError if the run has no checkpoint, and a route carries no token.
+    Raises UserError if the checkpoint does not fit, or if a route of a run without checkpoints carries no token.
     """
     newest = None
     if run.path.exists():

@@ -76,11 +76,11 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a covariance
 # Names that begin with a dot belong to the project, such as runs/.sweeps.
 FolderName = Annotated[str, types.matching(r"[^/\\.][^/\\]*", "a folder name without slashes and without a dot at its start")]
-Checkpoint = Text  # checkpoint folder, or a run folder to select its newest checkpoint
+CheckpointPath = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
-# Entries as the user wrote them, which `sample.class_numbers` reads: the number 2 is not the text "2", which may be a name.
+# Entries as the user wrote them, which `sampling.images.class_numbers` reads: the number 2 is not the text "2", perhaps a name.
 Classes = Annotated[
     list[int | str], Field(min_length=1), BeforeValidator(lambda spec: [x if type(x) is int else str(x) for x in as_list(spec)])
 ]
@@ -197,7 +197,7 @@ class Sparse(Bounded):
     r_weak: Fraction
     r_strong_last: Fraction | None = None
     r_weak_last: Fraction | None = None
-    checkpoint: Checkpoint | None = None
+    checkpoint: CheckpointPath | None = None
     weights: Weights = "ema"
 
     @property
@@ -208,7 +208,7 @@ class Sparse(Bounded):
 
 class Autoguidance(Bounded):
     name: Literal["autoguidance"]
-    checkpoint: Checkpoint
+    checkpoint: CheckpointPath
     weights: Weights
     w: FiniteFloat
 
@@ -436,7 +436,7 @@ class SamplingFromCheckpoint(or_of_run(Sampling)):
 
 
 class SampleConfig(_Command):
-    checkpoint: Checkpoint
+    checkpoint: CheckpointPath
     num_samples: PositiveInt | None
     seeds: Numbers | None
     classes: Classes | None

@@ -124,6 +124,11 @@ class Results:
         self._stored: tuple[int, list[Evaluation]] = (0, [])  # the size of results.jsonl when it was read last, and its records
         self._unstored: list[Evaluation] = []  # records that could not be written
 
+    @property
+    def reference_cache(self) -> Path:
+        """Folder for the features of references, next to the runs, because several runs often use the same reference."""
+        return (self.run.parent if self.run else self.folder) / "reference_features"
+
     def attempt(self, action: Callable[[], object]) -> None:
         """Call `action`, which writes into the folder. If the folder is optional, the first UserError ends all writing."""
         try:

@@ -132,14 +132,12 @@ def write_tables(results: Results, own: Sequence[tuple[Evaluation, Mapping[str, 
     def write() -> None:
         with results.lock():
             found = [(record, settings) for wanted, settings in own if (record := results.find(wanted))]
-            ours, ordered = [record for record, _ in found], iter(found)
-            rows = [
-                next(ordered, (record, columns_of(record)))
-                if any(record is other for other in ours)
-                else (record, columns_of(record))
-                for record in results.records
-                if record.of_samples
-            ]
+            ours, ordered, rows = {id(record) for record, _ in found}, iter(found), []
+            for record in results.records:
+                if id(record) in ours:
+                    rows.append(next(ordered))
+                elif record.of_samples:
+                    rows.append((record, columns_of(record)))
             if not rows:  # a later command would not know whose the files are
                 return
             table = EvaluationTable(*zip(*rows), plotted)

@@ -69,7 +69,7 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 def keep_on_main(action: Callable[[], T]) -> T | None:
-    """Call `action` in the main process, which alone gets the result, such as an open file. Other processes return None.
+    """Call `action` in the main process, which alone gets the result, such as images. Other processes return None.
 
     A UserError is also raised on every process.
     """

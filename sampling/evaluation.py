@@ -42,7 +42,7 @@ def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
     has_several = len({point.checkpoint for point in plan.points}) > 1
     finished: list[Future] = []
 
-    def is_left(point: Point) -> bool:
+    def is_still_missing(point: Point) -> bool:
         for future in finished:
             if future.done():
                 future.result()  # raises its error
@@ -61,7 +61,7 @@ def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
 
     with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
         for number, point in enumerate(points, 1):
-            if on_main(partial(is_left, point)):
+            if on_main(partial(is_still_missing, point)):
                 scored = score_point(point, plan, evaluator, accelerator, f"point {number} of {len(points)}")
                 if accelerator.is_main_process:
                     finished.append(thread.submit(finish, point, *scored))
@@ -70,10 +70,8 @@ def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
 
 def build_evaluator(plan: EvaluationPlan, accelerator: Accelerator) -> Evaluator:
     detectors = build_detectors(plan.cfg.evaluation, accelerator)
-    # Store reference features next to the run folders, because several runs often use the same reference.
-    first = plan.points[0].results
-    folder = (first.run.parent if first.run else first.folder) / "reference_features"
-    return Evaluator(accelerator, detectors, plan.reference, plan.cfg.sampling.batch_size, folder)
+    cache = plan.points[0].results.reference_cache
+    return Evaluator(accelerator, detectors, plan.reference, plan.cfg.sampling.batch_size, cache)
 
 
 def score_point(

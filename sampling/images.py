@@ -71,8 +71,7 @@ class SamplePlan:
 
     def seen(self) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
-        checkpoint, settings = self.recipe.checkpoint.manifest, self.output / SETTINGS
-        return [see_file("checkpoint", checkpoint), *see_weak_checkpoints([self.recipe]), see_file("output", settings)]
+        return [see_file("checkpoint", self.recipe.checkpoint.manifest), *see_weak_checkpoints([self.recipe])]
 
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -64,6 +65,14 @@ class Point:
         return {**{key: own[key] for key in ("run", "step") if key in own}, **self.typed, **own}
 
 
+class Choice(NamedTuple):
+    """A checkpoint with a combination of listed values: the settings, the recipe, and the sampler settings that were given."""
+
+    cfg: FidConfig
+    recipe: Recipe
+    typed: dict[str, object]
+
+
 @dataclass(frozen=True)
 class EvaluationPlan:
     """What a fid.py command evaluates. The main process decides it for all processes.
@@ -81,7 +90,10 @@ class EvaluationPlan:
 
     @property
     def cfg(self) -> FidConfig:
-        """Settings of the first point. All points share the groups evaluation, except num_samples, and machine."""
+        """Settings of the first point. All points share the group evaluation, except num_samples.
+
+        The settings of this point for the machine hold for all, except `compile`.
+        """
         return self.points[0].cfg
 
     def seen(self) -> list[Seen]:
@@ -96,25 +108,7 @@ class EvaluationPlan:
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
-    checkpoints = [] if cfg.images else find_checkpoints(cfg)
-    images = open_images_to_evaluate(cfg) if cfg.images else None
-    recipes = choose_recipes(cfg, checkpoints)
-    chosen = [own for own, _, _ in recipes] or [cfg.of_images(len(images), images.background)]
-    evaluation = check_evaluations_agree(chosen)
-    if images is not None:
-        check_images(images, chosen[0])
-    log_compile_mode(chosen[0].machine.compile, device)
-    sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
-    if len(sizes) > 1:
-        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
-    resolution = images.shape[1] if images else next(iter(sizes))
-    needs = evaluation.all_detectors, resolution, evaluation.background, settings_of_latents(checkpoints)
-    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
-    if images is not None:
-        warn_of_jpegs(images, reference)
-        points = [point_of_images(chosen[0], images, reference)]
-    else:
-        points = points_of_recipes(recipes, reference)
+    points, reference, images = plan_images_on_disk(cfg, device) if cfg.images else plan_checkpoints(cfg, device)
     missing = in_random_order(points, [i for i, point in enumerate(points) if not point.results.find(point.wanted)])
     folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in points))
     numbers = " and ".join(f"{number:,}" for number in sorted({point.cfg.evaluation.num_samples for point in points}))
@@ -122,11 +116,37 @@ def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     return EvaluationPlan(points, missing, reference, images)
 
 
+def plan_checkpoints(cfg: FidConfig, device: torch.device) -> tuple[list[Point], ImageSet, None]:
+    """Return the points of checkpoints, and the reference."""
+    checkpoints = find_checkpoints(cfg)
+    choices = choose_recipes(cfg, checkpoints)
+    evaluation = check_evaluations_agree([choice.cfg for choice in choices])
+    log_compile_mode(choices[0].cfg.machine.compile, device)
+    sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
+    if len(sizes) > 1:
+        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
+    needs = evaluation.all_detectors, *sizes, evaluation.background, settings_of_latents(checkpoints)
+    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
+    return points_of_choices(choices, reference), reference, None
+
+
+def plan_images_on_disk(cfg: FidConfig, device: torch.device) -> tuple[list[Point], ImageSet, ImageSet]:
+    """Return the point of images on disk, the reference, and the images."""
+    images = open_images_to_evaluate(cfg)
+    own = cfg.of_images(len(images), images.background)
+    check_images(images, own)
+    log_compile_mode(own.machine.compile, device)
+    needs = own.evaluation.all_detectors, images.shape[1], own.evaluation.background
+    reference = open_reference(own.evaluation.reference, "evaluation.reference", *needs)
+    warn_of_jpegs(images, reference)
+    return [point_of_images(own, images, reference)], reference, images
+
+
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
     """Find the checkpoints that the command names, and verify the files that sampling reads."""
     reads = store.files_for_sampling(as_list(cfg.sampling.weights or "ema"), cfg.sampling.ema_length is not None)
     if cfg.checkpoints is None:
-        return [resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint) if folder]
+        return [resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint)]
     found = find_all(Path(cfg.checkpoints) / "checkpoints", reads)
     if not found:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
@@ -161,20 +181,20 @@ def warn_of_jpegs(images: ImageSet, reference: ImageSet) -> None:
         log.warning(message, images.path, reference.path)
 
 
-def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[tuple[FidConfig, Recipe, dict]]:
-    """Return the settings, the recipe and the given sampler settings for every checkpoint and combination of listed values.
+def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Choice]:
+    """Return the recipe for every checkpoint and combination of listed values.
 
     Combinations that only some of a run's `checkpoints` do not support are left out with a warning: `ema_length` needs snapshots
     of several earlier steps.
 
     Raises UserError if a combination does not fit any checkpoint, or not one that the command names.
     """
-    chosen: list[tuple[FidConfig, Recipe, dict]] = []
+    chosen: list[Choice] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
     for checkpoint in checkpoints:
-        for number, choice in enumerate(cfg.choices(checkpoint.config)):
+        for number, listed in enumerate(cfg.choices(checkpoint.config)):
             try:
-                own = choice.of_run(checkpoint.config, checkpoint.step)
+                own = listed.of_run(checkpoint.config, checkpoint.step)
                 recipe = Recipe.for_checkpoint(checkpoint, own)
             except UserError as e:
                 refused.setdefault(number, []).append(e)
@@ -182,8 +202,8 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[tu
                 if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
                     raise
                 continue
-            typed = {key: getattr(own.sampler, key) for key, value in choice.sampler.items() if value is not None}
-            chosen.append((own, recipe, typed))
+            typed = {key: getattr(own.sampler, key) for key, value in listed.sampler.items() if value is not None}
+            chosen.append(Choice(own, recipe, typed))
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)
     return chosen
@@ -207,20 +227,22 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
     return settings
 
 
-def points_of_recipes(recipes: Sequence[tuple[FidConfig, Recipe, dict]], reference: ImageSet) -> list[Point]:
-    """Return the points of the recipes, without points that measure the same."""
-    scores = settings_of_scores(recipes[0][0].evaluation, reference)  # equal for all
-    chosen: list[tuple[Evaluation, FidConfig, Recipe, dict]] = []
-    for cfg, recipe, typed in recipes:
-        wanted = evaluation_of_recipe(cfg, recipe, scores)
-        if not any(wanted.answers(other, False) for other, *_ in chosen):  # intervals have no effect at cfg_scale=1
-            chosen.append((wanted, cfg, recipe, typed))
-    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, _, recipe, _ in chosen))
-    results, names = open_results(recipes[0][0].output, checkpoints), {own: read_class_names(own) for own in checkpoints}
-    return [
-        Point(wanted, results[recipe.checkpoint], cfg, recipe, typed, names[recipe.checkpoint])
-        for wanted, cfg, recipe, typed in chosen
-    ]
+def points_of_choices(choices: Sequence[Choice], reference: ImageSet) -> list[Point]:
+    """Return the points of the choices, without points that measure the same."""
+    scores = settings_of_scores(choices[0].cfg.evaluation, reference)  # equal for all
+    chosen: list[tuple[Evaluation, Choice]] = []
+    for choice in choices:
+        wanted = evaluation_of_recipe(choice.cfg, choice.recipe, scores)
+        if not any(wanted.answers(other, False) for other, _ in chosen):  # intervals have no effect at cfg_scale=1
+            chosen.append((wanted, choice))
+    checkpoints = list(dict.fromkeys(choice.recipe.checkpoint for _, choice in chosen))
+    results = open_results(choices[0].cfg.output, checkpoints)
+    names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
+    points = []
+    for wanted, choice in chosen:
+        checkpoint = choice.recipe.checkpoint
+        points.append(Point(wanted, results[checkpoint], *choice, names[checkpoint]))
+    return points
 
 
 def evaluation_of_recipe(cfg: FidConfig, recipe: Recipe, scores: dict[str, object]) -> Evaluation:

@@ -111,7 +111,7 @@ class Recipe:
 
     @property
     def network(self) -> tuple[Checkpoint | None, Any]:
-        """Return the checkpoint and the weights of its network, as `load_network` accepts them."""
+        """Return the checkpoint and the weights of its network, or no checkpoint in training."""
         return self.checkpoint, self.average or self.weights
 
     def load_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
@@ -221,7 +221,7 @@ def check_guidance(
 
 @lru_cache(maxsize=100)
 def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
-    """Find and verify the weak checkpoint. Caching gives all points the same checkpoint while a run trains."""
+    """Find and verify the weak checkpoint. Caching gives all points of a process the same one while a run trains."""
     return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 

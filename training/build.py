@@ -150,9 +150,8 @@ def build_hooks(
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
     if plan.evaluated:
         samplers = [recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for recipe in plan.evaluated]
-        cache = run.path.parent / "reference_features"
         detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, cache)
+        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
         pairs = list(zip(plan.evaluated, samplers))
         active.append(hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, pairs, plan.scores))
     if validation:

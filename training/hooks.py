@@ -139,12 +139,12 @@ class SampleEvaluation(EvaluationHook):
     """A hook that scores samples of each guidance.
 
     Attributes:
-        recipes: For each guidance, its recipe and sampler.
+        samplers: For each guidance, its recipe and sampler.
         scores: What the scores depend on besides the samples (`settings_of_scores`), when the evaluator was built.
     """
 
     evaluator: Evaluator
-    recipes: Sequence[tuple[Recipe, ImageSampler]]
+    samplers: Sequence[tuple[Recipe, ImageSampler]]
     scores: Mapping[str, object]
 
     def settings(self, trainer: Trainer, recipe: Recipe) -> dict[str, object]:
@@ -153,9 +153,9 @@ class SampleEvaluation(EvaluationHook):
         return recipe.settings() | {"num_samples": number, "first_seed": cfg.first_seed} | self.scores
 
     def wanted(self, trainer: Trainer) -> list[Evaluation]:
-        every = [self.settings(trainer, recipe) for recipe, _ in self.recipes]
+        every = [self.settings(trainer, recipe) for recipe, _ in self.samplers]
         return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings) for settings in every]
 
     def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
-        sampler = next(sampler for recipe, sampler in self.recipes if self.settings(trainer, recipe) == wanted.settings)
+        sampler = next(sampler for recipe, sampler in self.samplers if self.settings(trainer, recipe) == wanted.settings)
         return score_samples(self.evaluator, sampler, wanted, trainer.dataset.class_names, trainer.stop.poll_now)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_class_names
@@ -45,9 +45,9 @@ class TrainPlan:
     initial: Checkpoint | None
     initial_classes: list[str] | None
     grid: Recipe | None
-    evaluated: list[Recipe] = field(default_factory=list)
-    reference: ImageSet | None = None
-    scores: dict[str, object] = field(default_factory=dict)
+    evaluated: list[Recipe]
+    reference: ImageSet | None
+    scores: dict[str, object]
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -65,24 +65,26 @@ class TrainPlan:
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
-    """Find the checkpoints with which a run starts, and check all that can be checked before slow work."""
+    """Find the checkpoints with which a run starts, and check all that can be checked before slow work.
+
+    Lock the folder of a run that exists, and rename its damaged checkpoints.
+    """
     tracking.check_login(cfg.wandb.mode)
     initial = select_initial_checkpoint(run, cfg)
     newest = open_existing_run(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
-    settings, own = cfg.evaluation, {}
+    settings, evaluated, reference, scores = cfg.evaluation, [], None, {}
     if settings.every:
         run.results.check()
     grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
     if settings.every and not (settings.validation and settings.reference is None):
-        own["evaluated"] = evaluated = []
         for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
             if recipe.settings() not in [other.settings() for other in evaluated]:  # intervals have no effect at cfg_scale=1
                 evaluated.append(recipe)
         needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.settings
-        own["reference"] = open_reference(settings.reference, "evaluation.reference", *needs)
-        own["scores"] = settings_of_scores(settings, own["reference"])
-    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, **own)
+        reference = open_reference(settings.reference, "evaluation.reference", *needs)
+        scores = settings_of_scores(settings, reference)
+    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scores)
 
 
 def record_start(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:

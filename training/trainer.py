@@ -107,6 +107,7 @@ class Trainer:
         bin_sums: Sums and counts of the diffusion loss by noise level bin (`sums_by_bin`), also on the device.
         train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
+        bar: The progress bar, during training.
         stopped_by: Number of the first signal that this process received during training, or None.
     """
 
