@@ -134,23 +134,15 @@ def explain_error(error: Exception, config_name: str | None = None) -> str | Non
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    A job of a sweep logs its error when it fails. If it diverged in a search by Optuna or Nevergrad, return the worst metric, so
-    that the search avoids its settings. Otherwise the sweep continues, and fails at its end. With several connected processes,
-    the first error ends the sweep, because the other processes may still be executing the failed run.
+    In a sweep, an error ends only its job (`fail_in_sweep`).
     """
-    global _has_failed_run
     log_to_stderr()
     context = HydraConfig.get()
     arguments, is_sweep = job_overrides(), context.mode == RunMode.MULTIRUN
-    searcher = next((name for name in SEARCHERS if is_sweep and f".hydra_{name}" in context.sweeper._target_), None)
-    launcher, is_connected = context.runtime.choices["hydra/launcher"], os.environ.get("WORLD_SIZE", "1") != "1"
     try:
-        if launcher != "basic" and not is_sweep:
-            raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
-        if is_connected and launcher != "basic":
-            raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
+        check_launcher(context, is_sweep)
         settings = parse_config(cfg, settings_class, arguments, not is_sweep)
-        if searcher and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+        if searcher_of(context) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
             remedy = "set evaluation.every and evaluation.reference"
             raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
         metric = main(settings)
@@ -163,19 +155,56 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     except Exception as error:
         if not is_sweep:
             raise
-        text, has_diverged = explain_error(error), isinstance(error, Diverged)
-        failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
-        log.error("%s", failure, exc_info=text is None or os.environ.get(TRACEBACKS) == "1")
-    if has_diverged and searcher in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+        failure = log_failure(error, arguments)
+        has_diverged = isinstance(error, Diverged)
+    # The error is gone here: Hydra keeps what a job raises until the sweep ends, and a traceback keeps all memory of the run.
+    return fail_in_sweep(context, failure, has_diverged)
+
+
+def is_connected() -> bool:
+    """Return whether a launcher started this process together with others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def searcher_of(context: DictConfig) -> str | None:
+    """Return the sweeper that searches for the lowest metric, if Hydra runs a sweep with it."""
+    is_sweep = context.mode == RunMode.MULTIRUN
+    return next((name for name in SEARCHERS if is_sweep and f".hydra_{name}" in context.sweeper._target_), None)
+
+
+def check_launcher(context: DictConfig, is_sweep: bool) -> None:
+    """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
+    launcher = context.runtime.choices["hydra/launcher"]
+    if launcher != "basic" and not is_sweep:
+        raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
+    if is_connected() and launcher != "basic":
+        raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
+
+
+def log_failure(error: Exception, arguments: Sequence[str]) -> str:
+    """Log the error of a job of a sweep, and return the message."""
+    text = explain_error(error)
+    failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
+    log.error("%s", failure, exc_info=text is None or os.environ.get(TRACEBACKS) == "1")
+    return failure
+
+
+def fail_in_sweep(context: DictConfig, failure: str, has_diverged: bool) -> float:
+    """End a failed job of a sweep, which goes on with the next job and fails at its end.
+
+    If the run diverged in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids its settings. With
+    several connected processes, the first error ends the sweep, because the others may still be executing the failed run.
+    """
+    global _has_failed_run
+    if has_diverged and searcher_of(context) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
         return -math.inf if "max" in str(context.sweeper.get("direction")).lower() else math.inf
-    if is_connected and launcher == "basic":
+    if is_connected() and context.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
     _has_failed_run = True
     if "SUBMITIT_EXECUTOR" in os.environ:
         import submitit  # an optional package, which must be there in its own job
 
         failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
-    # Hydra keeps this error until the sweep ends. The traceback of the original error would keep all memory of the run.
     raise UserError(failure)
 
 
