@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -184,19 +184,13 @@ def open_folder(
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": vae.hash(), "crop": "adm_center_crop"}
     writer = ShardWriter(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
-    unreadable: list[dict] = []
-
-    def find_readable(left_out: Mapping[PlannedShard, Collection[str]]) -> dict[PlannedShard, list[str]]:
-        readable = {}
-        for shard, names in left_out.items():
-            batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
-            if cfg.on_error == "stop" and batch.left_out:
-                unreadable.extend(batch.left_out)
-            else:
-                readable[shard] = [source.names[i] for i in batch.kept]
-        return {} if unreadable else readable  # if the command ends with an error, no shard is made again
-
-    writer.open(find_readable)
+    readable, unreadable = {}, []
+    for shard, names in writer.open().items():
+        batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
+        unreadable += batch.left_out if cfg.on_error == "stop" else []
+        readable |= {shard: source.names[batch.kept[0]]} if batch.kept else {}
+    if not unreadable:  # a command that ends with an error makes no shard again
+        writer.make_again(readable)
     counts = len(source), info.num_classes, len(missing := writer.missing()), len(writer.shards)
     log.info("%d images in %d classes; %d of %d shards to make", *counts)
     return writer, missing, unreadable

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -53,9 +53,6 @@ class PlannedShard:
     start: int
     stop: int
     source_hash: str  # hash of the source items
-
-
-FindReadable = Callable[[Mapping[PlannedShard, Collection[str]]], Mapping[PlannedShard, Sequence[str]]]
 
 
 class ShardWriter:
@@ -123,11 +120,10 @@ class ShardWriter:
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
         return sources
 
-    def open(self, find_readable: FindReadable = lambda left_out: {}) -> None:
+    def open(self) -> dict[PlannedShard, set[str]]:
         """Lock the folder and rename invalid shards. One process must call `open` before it calls `missing`.
 
-        `find_readable` gets the names of the items that each shard has left out, and returns those that can be read now. The
-        writer makes such shards again.
+        Return the names of the items that each other shard has left out. If some can be read now, call `make_again`.
         """
         read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
         self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
@@ -140,9 +136,15 @@ class ShardWriter:
                 reasons[file] = "changed after it was written"
             elif entries := read_header(file)[0]["provenance"]["left_out"]:
                 left_out[shards[file]] = {entry["name"] for entry in entries}
-        for shard, names in find_readable(left_out).items():
-            if names:
-                reasons[shard.file] = f"left out {names[0]}, which can be read now"
+        self._rename(reasons)
+        return left_out
+
+    def make_again(self, readable: Mapping[PlannedShard, str]) -> None:
+        """Rename shards that have left out an item that can be read now, whose name `readable` gives."""
+        self._rename({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
+
+    def _rename(self, reasons: Mapping[Path, str]) -> None:
+        """Rename the shards in `reasons`, and remove the manifest if shards are missing."""
         for file, reason in reasons.items():
             backup = file.with_name(f".changed_{file.name}")
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
