@@ -67,26 +67,28 @@ class Recipe:
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        chosen, more = command.sampling, {}
+        run, chosen, average, ema_hash = checkpoint.config, command.sampling, None, None
         if chosen.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            more["average"] = posthoc_ema.Average(checkpoint, chosen.ema_length)
-            more["ema_hash"] = posthoc_ema.check_and_hash(checkpoint, chosen.weights, chosen.ema_length)
-        more |= {"checkpoint": checkpoint, "weights": chosen.weights}
-        return cls._build(checkpoint.config, command.sampler, chosen, command.guidance, more)
+            average = posthoc_ema.Average(checkpoint, chosen.ema_length)
+            ema_hash = posthoc_ema.check_and_hash(checkpoint, chosen.weights, chosen.ema_length)
+        return cls(
+            run=run,
+            sampler=command.sampler,
+            sampling=chosen,
+            **find_parts(command.guidance, chosen.autoencoder, run),
+            checkpoint=checkpoint,
+            weights=chosen.weights,
+            ema_hash=ema_hash,
+            average=average,
+        )
 
     @classmethod
     def in_training(cls, run: schema.TrainConfig, guidance: schema.Guidance) -> Recipe:
         """Build the recipe for sampling from a network during training."""
-        return cls._build(run, run.sampler, run.sampling, guidance, {})
-
-    @classmethod
-    def _build(cls, run: schema.TrainConfig, sampler: schema.Sampler, sampling, guidance: schema.Guidance, more: dict) -> Recipe:
-        if weak := find_weak_checkpoint(guidance, run):
-            guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
-        more |= {"weak": weak, "autoencoder_hash": autoencoders.hash_local_files(sampling.autoencoder)}
-        return cls(run, sampler, sampling, guidance, **more)
+        parts = find_parts(guidance, run.sampling.autoencoder, run)
+        return cls(run=run, sampler=run.sampler, sampling=run.sampling, **parts)
 
     def settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -139,6 +141,13 @@ class Recipe:
             is_compiled=resolve_compile(compile_mode, device) != "none",
             weak=weak,
         )
+
+
+def find_parts(guidance: schema.Guidance, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
+    """Find the files of a recipe besides its own network. Return the fields `guidance`, `weak` and `autoencoder_hash`."""
+    if weak := find_weak_checkpoint(guidance, run):
+        guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
+    return {"guidance": guidance, "weak": weak, "autoencoder_hash": autoencoders.hash_local_files(autoencoder)}
 
 
 def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[Seen]:
