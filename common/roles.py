@@ -47,11 +47,11 @@ def roles_of(settings: object, group: str = "", role: Role | None = None) -> dic
     roles = {}
     for name, field in type(settings).__pydantic_fields__.items():
         key, value = f"{group}{name}", getattr(settings, name)
-        own = next((part for part in field.metadata if isinstance(part, Role)), role)
+        key_role = next((part for part in field.metadata if isinstance(part, Role)), role)
         if hasattr(type(value), "__pydantic_fields__"):
-            roles |= roles_of(value, f"{key}.", own)
-        elif own is None:
+            roles |= roles_of(value, f"{key}.", key_role)
+        elif key_role is None:
             raise TypeError(f"{key} has no role: give its type one in {type(settings).__module__}, as in Free[...]")
-        if own is not None:
-            roles[key] = own
+        if key_role is not None:
+            roles[key] = key_role
     return roles

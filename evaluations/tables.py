@@ -48,7 +48,7 @@ class EvaluationTable:
     """
 
     def __init__(self, records: Sequence[Evaluation], settings: Sequence[Mapping[str, object]], plotted: str):
-        self.records, self.settings, self.plotted = records, [dict(own) for own in settings], plotted
+        self.records, self.settings, self.plotted = records, [dict(row) for row in settings], plotted
         self.metrics = {name for record in records for name in record.metrics}
         ranked: dict[tuple, list[Evaluation]] = {}
         groups = [tuple(map(record.key.get, COMPARABLE)) for record in records]
@@ -112,7 +112,7 @@ class EvaluationTable:
 
     def plot(self) -> bytes | None:
         """Plot the metric with standard errors (PNG), or return None if fewer than two records have the metric."""
-        found = [(own, r) for own, r in zip(self.settings, self.records) if self.plotted in r.metrics]
+        found = [(row, r) for row, r in zip(self.settings, self.records) if self.plotted in r.metrics]
         if len(found) < 2:
             return None
         settings, records = zip(*found)
@@ -123,15 +123,15 @@ class EvaluationTable:
         return plot(settings, values, errors, label)
 
 
-def write_tables(results: Results, own: Sequence[tuple[Evaluation, Mapping[str, object]]], plotted: str) -> None:
-    """Write all evaluations of samples in a folder to results.csv and results.md, and plot those in `own` in results.png.
+def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[str, object]]], plotted: str) -> None:
+    """Write all evaluations of samples in a folder to results.csv and results.md, and plot those in `measured` in results.png.
 
-    `own` holds the command's evaluations and what they measure. They stand in this order, at the places of the file's lines.
+    `measured` holds the command's evaluations and what they measure. They stand in this order, at the places of the file's lines.
     """
 
     def write() -> None:
         with results.lock():
-            found = [(record, settings) for wanted, settings in own if (record := results.find(wanted))]
+            found = [(record, settings) for wanted, settings in measured if (record := results.find(wanted))]
             ours, ordered, rows = {id(record) for record, _ in found}, iter(found), []
             for record in results.records:
                 if id(record) in ours:

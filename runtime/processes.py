@@ -133,11 +133,11 @@ def check_same(*seen: Seen) -> None:
     if _group is None:
         return
     gathered: list[Any] = [None] * dist.get_world_size()
-    own = [(value, os.path.abspath(path)) for _, path, value in seen]
-    dist.all_gather_object(gathered, (socket.gethostname(), own), group=_group)
-    main_host, main_own = gathered[0]
+    values = [(value, os.path.abspath(path)) for _, path, value in seen]
+    dist.all_gather_object(gathered, (socket.gethostname(), values), group=_group)
+    main_host, main_values = gathered[0]
     for rank, (host, others) in enumerate(gathered):
-        for (key, _, _), (value, path), (main_value, main_path) in zip(seen, others, main_own):
+        for (key, _, _), (value, path), (main_value, main_path) in zip(seen, others, main_values):
             if value != main_value:
                 raise UserError(
                     f"{key}: process {rank} on {host} sees other content in {path} than process 0 on {main_host} in {main_path}; "

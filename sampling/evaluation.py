@@ -88,8 +88,8 @@ def describe_point(point: Point, plan: EvaluationPlan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
-    own = {key: x for key, x in point.columns.items() if len({str(other.columns.get(key)) for other in plan.points}) > 1}
-    return format_settings({"step": point.wanted.step, **own})
+    differing = {key: x for key, x in point.columns.items() if len({str(other.columns.get(key)) for other in plan.points}) > 1}
+    return format_settings({"step": point.wanted.step, **differing})
 
 
 def write_results(plan: EvaluationPlan) -> float | None:
@@ -99,8 +99,8 @@ def write_results(plan: EvaluationPlan) -> float | None:
     """
     metric = metrics_for(plan.cfg.evaluation.all_detectors[0])[0].name
     for results in dict.fromkeys(point.results for point in plan.points):
-        own = [(point.wanted, point.columns) for point in plan.points if point.results is results]
-        write_tables(results, own, metric)
+        measured = [(point.wanted, point.columns) for point in plan.points if point.results is results]
+        write_tables(results, measured, metric)
     found = [(record, point.columns) for point in plan.points if (record := point.results.find(point.wanted))]
     sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
     return lowest(record for record, _ in found)

@@ -159,9 +159,9 @@ class Evaluator:
         all_seeds = list(labels)
 
         def compute(start: int, end: int) -> list[Features]:
-            own = all_seeds[start:end]
-            own += all_seeds[-1:] * (end - start - len(own))  # pad, because all processes must call `stop` equally often
-            batches = [own[i : i + self.batch_size] for i in range(0, len(own), self.batch_size)]
+            mine = all_seeds[start:end]
+            mine += all_seeds[-1:] * (end - start - len(mine))  # pad, because all processes must call `stop` equally often
+            batches = [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
             images = (sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
@@ -224,9 +224,9 @@ class Evaluator:
 
         def compute(start: int, stop: int) -> list[Features]:
             # A process without items repeats the last one, which is trimmed after gathering.
-            own = items[start:stop] if start < len(items) else items[-1:]
+            mine = items[start:stop] if start < len(items) else items[-1:]
             is_main = self.accelerator.is_main_process
-            return features_of_images(images, detectors, self.batch_size, own, show_progress=is_main)
+            return features_of_images(images, detectors, self.batch_size, mine, show_progress=is_main)
 
         return compute_on_all_processes(self.accelerator, len(items), compute)
 

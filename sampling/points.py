@@ -61,8 +61,8 @@ class Point:
 
     @property
     def columns(self) -> dict[str, object]:
-        own = columns_of(self.wanted)
-        return {**{key: own[key] for key in ("run", "step") if key in own}, **self.typed, **own}
+        columns = columns_of(self.wanted)
+        return {**{key: columns[key] for key in ("run", "step") if key in columns}, **self.typed, **columns}
 
 
 class Choice(NamedTuple):
@@ -102,8 +102,8 @@ class EvaluationPlan:
         key = "checkpoint" if self.cfg.checkpoints is None else "checkpoints"
         files = dict.fromkeys(recipe.checkpoint.manifest for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
-        own = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
-        return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *own]
+        opened = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
+        return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *opened]
 
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
@@ -133,13 +133,13 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> tuple[list[Point],
 def plan_images_on_disk(cfg: FidConfig, device: torch.device) -> tuple[list[Point], ImageSet, ImageSet]:
     """Return the point of images on disk, the reference, and the images."""
     images = open_images_to_evaluate(cfg)
-    own = cfg.of_images(len(images), images.background)
-    check_images(images, own)
-    log_compile_mode(own.machine.compile, device)
-    needs = own.evaluation.all_detectors, images.shape[1], own.evaluation.background
-    reference = open_reference(own.evaluation.reference, "evaluation.reference", *needs)
+    filled = cfg.of_images(len(images), images.background)
+    check_images(images, filled)
+    log_compile_mode(filled.machine.compile, device)
+    needs = filled.evaluation.all_detectors, images.shape[1], filled.evaluation.background
+    reference = open_reference(filled.evaluation.reference, "evaluation.reference", *needs)
     warn_of_jpegs(images, reference)
-    return [point_of_images(own, images, reference)], reference, images
+    return [point_of_images(filled, images, reference)], reference, images
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
@@ -194,16 +194,16 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Ch
     for checkpoint in checkpoints:
         for number, listed in enumerate(cfg.choices(checkpoint.config)):
             try:
-                own = listed.of_run(checkpoint.config, checkpoint.step)
-                recipe = Recipe.for_checkpoint(checkpoint, own)
+                filled = listed.of_run(checkpoint.config, checkpoint.step)
+                recipe = Recipe.for_checkpoint(checkpoint, filled)
             except UserError as e:
                 refused.setdefault(number, []).append(e)
                 is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()
                 if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
                     raise
                 continue
-            typed = {key: getattr(own.sampler, key) for key, value in listed.sampler.items() if value is not None}
-            chosen.append(Choice(own, recipe, typed))
+            typed = {key: getattr(filled.sampler, key) for key, value in listed.sampler.items() if value is not None}
+            chosen.append(Choice(filled, recipe, typed))
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)
     return chosen
@@ -211,7 +211,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Ch
 
 def check_evaluations_agree(chosen: Sequence[FidConfig]) -> Measuring:
     """Return the group evaluation, which must be equal for all points, except num_samples."""
-    first, *others = [{"evaluation": own.evaluation.model_dump(exclude={"num_samples"})} for own in chosen]
+    first, *others = [{"evaluation": cfg.evaluation.model_dump(exclude={"num_samples"})} for cfg in chosen]
     for other in others:
         if changed := differences(first, other):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")

@@ -176,11 +176,11 @@ def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
     """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
-    own = settings.model_dump(exclude={"name"}, exclude_defaults=True)
-    if own.keys() == {"cfg_scale"}:
-        return own
-    scale = {"cfg_scale": own.pop("cfg_scale")} if "cfg_scale" in own else {}
-    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in own.items()}}
+    given = settings.model_dump(exclude={"name"}, exclude_defaults=True)
+    if given.keys() == {"cfg_scale"}:
+        return given
+    scale = {"cfg_scale": given.pop("cfg_scale")} if "cfg_scale" in given else {}
+    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
 
 
 def build_guidance(settings: schema.Guidance) -> guidance.Guidance:

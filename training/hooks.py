@@ -107,7 +107,7 @@ class EvaluationHook(Hook):
         raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
-        for wanted in on_main(lambda: [own for own in self.wanted(trainer) if self.results.find(own) is None]):
+        for wanted in on_main(lambda: [missing for missing in self.wanted(trainer) if self.results.find(missing) is None]):
             record = self.evaluate(trainer, wanted)
             on_main(partial(self.results.add, record))
             metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}

@@ -55,10 +55,10 @@ def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: d
     """Copy a state that `get_state` returned into the optimizers. `check_state` checks that the state fits the parameters."""
     names = {p: name for name, p in parameters.items()}
     for optimizer in optimizers:
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
         copies = {
             i: {key: x.to(p.device, copy=True) if isinstance(x, Tensor) else x for key, x in state[names[p]].items()}
-            for i, p in enumerate(own)
+            for i, p in enumerate(grouped)
         }
         # Use the current configuration's learning rate, betas and weight decay, because the user may change them on a resume.
         optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})

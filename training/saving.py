@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -183,14 +184,17 @@ def restore_weights(trainer: Trainer, checkpoint: Checkpoint, tensors: store.Ten
 
     The tensors are memory-mapped, so they occupy host memory only briefly.
     """
-    folder, sides = checkpoint.path, (tensors.model, trainer.net.state_dict(), tensors.ema, trainer.ema.averages)
-    model, own, ema, averages = ({name: x for name, x in side.items() if name != without} for side in sides)
+
+    def select(side: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x for name, x in side.items() if name != without}
+
+    folder, weights, model, ema = checkpoint.path, select(trainer.net.state_dict()), select(tensors.model), select(tensors.ema)
     num_updates = checkpoint.state.get("ema_num_updates")
     if type(num_updates) is not int:
         raise UserError(f"{folder / 'state.json'}: ema_num_updates={num_updates!r:.100} is not a number of updates")
-    store.check_tensors(folder / store.WEIGHTS["raw"], model, own)
-    store.check_tensors(folder / store.WEIGHTS["ema"], ema, averages)
-    for name, value in own.items():
+    store.check_tensors(folder / store.WEIGHTS["raw"], model, weights)
+    store.check_tensors(folder / store.WEIGHTS["ema"], ema, select(trainer.ema.averages))
+    for name, value in weights.items():
         value.copy_(model[name])
     trainer.ema.load("ema", ema)
     trainer.ema.num_updates_before = num_updates
