@@ -389,7 +389,7 @@ def or_of_run(kind: type[Settings]) -> type[Settings]:
     """Return a class of settings in which every key of `kind` may also be None, which stands for the run's value."""
 
     def accept_none(field: FieldInfo) -> Any:
-        checked = Annotated.__class_getitem__((field.annotation, *field.metadata)) if field.metadata else field.annotation
+        checked = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         return checked | None
 
     fields = {name: (accept_none(field), ...) for name, field in kind.__pydantic_fields__.items()}
