@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -125,14 +125,16 @@ def see_file(key: str, file: Path) -> Seen:
     return Seen(key, file.parent, hash_file(file) if file.is_file() else "missing")
 
 
-def check_same(*seen: Seen) -> None:
-    """Check that all processes see the same. All of them pass equally many values, in the same order.
+def check_same(look: Callable[[], Sequence[Seen]]) -> None:
+    """Check that all processes see the same. A single process does not call `look`, which may read files.
+
+    On all processes, `look` returns equally many values, in the same order.
 
     Raises UserError on every process if a value differs from the main process's. The message names the key, hosts and paths.
     """
     if _group is None:
         return
-    gathered: list[Any] = [None] * dist.get_world_size()
+    seen, gathered = look(), [None] * dist.get_world_size()
     values = [(value, os.path.abspath(path)) for _, path, value in seen]
     dist.all_gather_object(gathered, (socket.gethostname(), values), group=_group)
     main_host, main_values = gathered[0]
@@ -160,4 +162,4 @@ def check_new_file(key: str, file: Path) -> None:
         expected, deadline = on_main(look).value, time.monotonic() + NEW_FILE_SEC
         while look().value != expected and time.monotonic() < deadline:
             time.sleep(0.5)
-    check_same(look())
+    check_same(lambda: [look()])

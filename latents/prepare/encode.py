@@ -108,8 +108,7 @@ def encode(cfg: EncodeConfig) -> None:
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
     source = on_main(lambda: find_images(cfg))
     vae = load_autoencoder(cfg, accelerator.device)
-    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.hash())
-    check_same(Seen("images", Path(cfg.images), source.hash(0, 1)), weights)
+    check_same(functools.partial(see_source, source, vae, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
@@ -168,6 +167,12 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     if cfg.resolution % vae.downsampling:
         raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
     return vae
+
+
+def see_source(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> list[Seen]:
+    """Return what this process sees of the images and of the autoencoder's weights."""
+    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.hash())
+    return [Seen("images", Path(cfg.images), source.hash(0, 1)), weights]
 
 
 def open_folder(
