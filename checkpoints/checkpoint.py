@@ -89,10 +89,11 @@ def find_all(root: Path, reads: Collection[str] | None = None) -> list[Checkpoin
     """
     intact, problems = [], []
     for path in store.list_steps(root).values():
-        if (problem := find_damage(path, reads, "it is left out")) is None:
-            intact.append(read_checkpoint(path))
+        found = read_intact(path, reads, "it is left out")
+        if isinstance(found, Checkpoint):
+            intact.append(found)
         elif path.exists():
-            problems.append(problem)
+            problems.append(found)
     if problems and not intact:
         raise problems[0]
     for problem in problems:
@@ -108,30 +109,33 @@ def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Check
     """
     problems: dict[Path, str] = {}
     while left := [path for path in store.list_steps(root).values() if path not in problems]:
-        if (problem := find_damage(left[-1], reads, "looking for the next newest")) is None:
-            newest = read_checkpoint(left[-1])
-            warn_of_renamed(root, newest.step)
-            return newest, problems
+        found = read_intact(left[-1], reads, "looking for the next newest")
+        if isinstance(found, Checkpoint):
+            warn_of_renamed(root, found.step)
+            return found, problems
         if left[-1].exists():
-            problems[left[-1]] = str(problem)
+            problems[left[-1]] = str(found)
     warn_of_renamed(root, -1)
     return None, problems
 
 
-def find_damage(folder: Path, reads: Collection[str] | None, what_next: str) -> UserError | None:
-    """Return what is wrong with a checkpoint, or None. Raises UserError if the disk cannot be read.
+def read_intact(folder: Path, reads: Collection[str] | None, what_next: str) -> Checkpoint | UserError:
+    """Verify and read a checkpoint. Return what is wrong if it is damaged, or if a running trainer removes it meanwhile.
 
-    If a running trainer removed the checkpoint meanwhile, the warning says what happens next.
+    Raises UserError if the disk cannot be read, or if this version does not read the files. `what_next` ends the warning about a
+    removed checkpoint.
     """
+    is_intact = False
     try:
         store.verify(folder, reads)
+        is_intact = True
+        return read_checkpoint(folder)
     except UserError as e:
         if not folder.exists():
             log.warning("%s was removed while it was read; %s", folder, what_next)
-        elif isinstance(e.__cause__, OSError):
+        elif is_intact or isinstance(e.__cause__, OSError):
             raise
         return e
-    return None
 
 
 def warn_of_renamed(root: Path, newest_step: int) -> None:

@@ -366,6 +366,27 @@ def test_checkpoints_that_training_removes_during_the_search_are_passed_over(tmp
         resolve_checkpoint(newest, "checkpoint")
 
 
+def test_a_checkpoint_that_training_removes_after_its_verification_is_passed_over(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 1, 2)
+    verify, newest = store.verify, tmp_path / store.folder_name(2)
+
+    def train_on(folder, reads=None):
+        verify(folder, reads)
+        shutil.rmtree(newest, ignore_errors=True)
+
+    monkeypatch.setattr(store, "verify", train_on)
+    assert find_newest(tmp_path)[0].step == 1 and "looking for the next newest" in caplog.text
+    save(tmp_path, 2)
+    monkeypatch.setattr(store, "verify", lambda folder, reads=None: folder == newest and train_on(folder, reads))
+    assert [found.step for found in find_all(tmp_path)] == [1] and f"{newest} was removed while it was read; it is" in caplog.text
+    monkeypatch.undo()
+    (tmp_path / store.folder_name(1) / "config.yaml").write_text("format: 2\n")
+    renew_manifest(tmp_path / store.folder_name(1))
+    for find in (find_newest, find_all):  # an intact checkpoint of another version is not a damaged one
+        with pytest.raises(UserError, match="has format 2, but this version reads format 1"):
+            find(tmp_path)
+
+
 def test_a_sweep_over_checkpoints_leaves_out_damaged_ones(tmp_path, caplog):
     save(tmp_path, 1, 2, 3)
     for step in (1, 2):
