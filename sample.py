@@ -31,7 +31,7 @@ def main(cfg: SampleConfig) -> None:
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
         check_same(plan.seen)
         check_new_file("output", plan.output / SETTINGS)
-        use_machine(plan.cfg.machine, accelerator.device)
+        use_machine(plan.machine, accelerator.device)
         make_images(plan, accelerator)
 
 

@@ -7,7 +7,7 @@ Diffusions and their samplers are settings too. For example, `cfg.diffusion` is 
 other keys are validated.
 
 sample.py and fid.py have the groups sampler, sampling, guidance, evaluation and machine of train.py. There, a key that is null
-has the run's value (`of_run`).
+has the run's value.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -275,7 +275,7 @@ class Sampling(Settings):
     autoencoder: AutoencoderSpec | None
 
 
-class Measuring(Settings):
+class SharedEvaluation(Settings):
     """The keys of the group evaluation that train.py and fid.py share."""
 
     num_samples: NumSamples
@@ -291,14 +291,15 @@ class Measuring(Settings):
         return as_list(self.detector)
 
 
-class EvaluationSettings(Measuring):
+class EvaluationSettings(SharedEvaluation):
     every: NonNegativeInt | None
     final_num_samples: NumSamples | None
     validation: Text | None
 
-    def num_samples_at(self, step: int, last_step: int | None) -> int:
-        """Return the number of samples of an evaluation after `step`, in a run that ends after `last_step`."""
-        return (step == last_step and self.final_num_samples) or self.num_samples
+    def at_step(self, step: int, last_step: int | None) -> EvaluationSettings:
+        """Return the settings of an evaluation after `step`, in a run that ends after `last_step`."""
+        is_final = step == last_step and self.final_num_samples is not None
+        return self.model_copy(update={"num_samples": self.final_num_samples}) if is_final else self
 
 
 class Machine(Settings):
@@ -310,6 +311,11 @@ class Machine(Settings):
 class Wandb(Settings):
     mode: Literal["disabled", "offline", "online"]
     project: Text
+
+
+def validate_groups(raw: dict, **types: type) -> Settings:
+    """Validate groups whose types follow from other keys."""
+    return validate(raw, create_model("Groups", __base__=Settings, **{name: (kind, ...) for name, kind in types.items()}))
 
 
 class TrainConfig(Settings):
@@ -345,8 +351,8 @@ class TrainConfig(Settings):
         if (name := str(self.diffusion.get("name"))) not in DIFFUSIONS:
             raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
         kind = resolve_name(DIFFUSIONS[name])
-        chosen = create_model("Chosen", __base__=Settings, diffusion=(kind, ...), sampler=(kind.Sampler, ...))
-        checked = validate({"diffusion": self.diffusion, "sampler": self.sampler}, chosen)
+        groups = {"diffusion": self.diffusion, "sampler": self.sampler}
+        checked = validate_groups(groups, diffusion=kind, sampler=kind.Sampler)
         return self.model_copy(update={"diffusion": checked.diffusion, "sampler": checked.sampler})
 
     @property
@@ -400,39 +406,32 @@ class MachineOrOfRun(or_of_run(Machine)):
     pass
 
 
-class MeasuringOrOfRun(or_of_run(Measuring)):
+class EvaluationOrOfRun(or_of_run(SharedEvaluation)):
     pass
+
+
+class SamplingFromCheckpoint(or_of_run(Sampling)):
+    weights: Weights | None
+    ema_length: EMALength | None
+
+
+class Choice(NamedTuple):
+    """What a command chooses about its images, one value for each key. A key that is None has the run's value.
+
+    `sampling.recipe.Recipe.for_checkpoint` fills in these values.
+    """
+
+    sampler: dict[str, Any]
+    sampling: SamplingFromCheckpoint
+    guidance: Guidance
 
 
 class _Command(Settings):
     """The groups that sample.py and fid.py share with train.py."""
 
     output: Text | None
-    sampler: dict[str, Any]  # `of_run` checks these keys, because they depend on the run's diffusion
+    sampler: dict[str, Any]  # `sampler_of_run` checks these keys, because they depend on the run's diffusion
     machine: MachineOrOfRun
-
-    def of_run(self, run: TrainConfig, step: int) -> Any:
-        """Return these settings with the run's value for every key that is None, as the run samples and evaluates at `step`.
-
-        Raises UserError if the sampler of the run's diffusion has no such key, or does not accept its value.
-        """
-        if unknown := [key for key in self.sampler if not hasattr(run.sampler, key)]:
-            names = ", ".join(vars(run.sampler))
-            owner = f"the sampler of diffusion={run.diffusion.name}"
-            raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
-        given = {key: value for key, value in self.sampler.items() if value is not None}
-        checked = create_model("Chosen", __base__=Settings, sampler=(type(run.sampler), ...))
-        groups = {
-            "sampler": validate({"sampler": vars(run.sampler) | given}, checked).sampler,
-            "sampling": fill(self.sampling, {"weights": "ema", "ema_length": None, **dict(run.sampling)}),
-            "machine": fill(self.machine, dict(run.machine)),
-        }
-        return self.model_copy(update=groups)
-
-
-class SamplingFromCheckpoint(or_of_run(Sampling)):
-    weights: Weights | None
-    ema_length: EMALength | None
 
 
 class SampleConfig(_Command):
@@ -444,8 +443,8 @@ class SampleConfig(_Command):
     sampling: SamplingFromCheckpoint
     guidance: Guidance | None = None
 
-    def of_run(self, run: TrainConfig, step: int) -> SampleConfig:
-        return super().of_run(run, step).model_copy(update={"guidance": self.guidance or run.guidance[-1]})
+    def choice(self, run: TrainConfig) -> Choice:
+        return Choice(self.sampler, self.sampling, self.guidance or run.guidance[-1])
 
 
 class ImageSettings(Settings):
@@ -476,20 +475,26 @@ class FidConfig(_Command):
     convert_to_rgb: bool
     sampling: SamplingFromCheckpoints
     guidance: Guidances | None = None
-    evaluation: MeasuringOrOfRun
+    evaluation: EvaluationOrOfRun
 
-    def of_run(self, run: TrainConfig, step: int) -> FidConfig:
-        values = dict(run.evaluation) | {"num_samples": run.evaluation.num_samples_at(step, run.train.num_steps)}
+    def choices(self, run: TrainConfig) -> Iterator[Choice]:
+        """Yield every combination of the listed sampler settings, weights, lengths and guidances."""
+        weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
+        for chosen, guidance, sampler in itertools.product(weights, self.guidance or run.guidance, combinations(self.sampler)):
+            yield Choice(sampler, SamplingFromCheckpoint(**dict(self.sampling) | chosen), guidance)
+
+    def evaluation_of_run(self, run: TrainConfig, step: int) -> SharedEvaluation:
+        """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
+        values = dict(run.evaluation.at_step(step, run.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
         if not {*run.evaluation.all_detectors} <= {*as_list(self.evaluation.detector or run.evaluation.detector)}:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
-        return super().of_run(run, step).model_copy(update={"evaluation": fill(self.evaluation, values)})
+        return fill(self.evaluation, values)
 
-    def of_images(self, number: int, background: str | None) -> FidConfig:
-        """Return these settings for images on disk, with the background that they state."""
+    def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluation:
+        """Return the group evaluation for `number` images on disk, with the background that they state."""
         values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        update = {"evaluation": fill(self.evaluation, values), "machine": fill(self.machine, {"compile": "auto", "tf32": True})}
-        return self.model_copy(update=update | {"sampling": fill(self.sampling, {"batch_size": 64})})
+        return fill(self.evaluation, values)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""
@@ -502,12 +507,18 @@ class FidConfig(_Command):
         }
         return [key for key, value in flatten(groups).items() if value not in (None, {})]
 
-    def choices(self, run: TrainConfig) -> Iterator[FidConfig]:
-        """Yield a configuration for each combination of the listed weights, lengths, guidances and sampler settings."""
-        weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
-        for chosen, guidance, sampler in itertools.product(weights, self.guidance or run.guidance, combinations(self.sampler)):
-            sampling = self.sampling.model_copy(update=chosen)
-            yield self.model_copy(update={"sampling": sampling, "guidance": guidance, "sampler": sampler})
+
+def sampler_of_run(run: TrainConfig, given: Mapping[str, Any]) -> Sampler:
+    """Return the sampler of a run with the `given` settings. None stands for the run's value.
+
+    Raises UserError if the sampler of the run's diffusion has no such setting, or does not accept its value.
+    """
+    if unknown := [key for key in given if not hasattr(run.sampler, key)]:
+        names = ", ".join(vars(run.sampler))
+        owner = f"the sampler of diffusion={run.diffusion.name}"
+        raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
+    values = vars(run.sampler) | {key: value for key, value in given.items() if value is not None}
+    return validate_groups({"sampler": values}, sampler=type(run.sampler)).sampler
 
 
 def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cached_property, partial
 
 from accelerate import Accelerator
 
@@ -26,62 +26,72 @@ NUM_GROUPS = 10  # groups of samples for the jackknife
 
 
 def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
-    """Evaluate the points that have no results yet. Every process must call this function.
+    """Evaluate the points that have no results yet. Every process must call this function."""
+    if not plan.missing:
+        return
+    if any(point.planned.settings["num_samples"] < 2 * NUM_GROUPS for point in plan.missing):
+        log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
+    for autoencoder in dict.fromkeys(point.recipe.sampling.autoencoder for point in plan.missing if point.recipe):
+        autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
+    with ThreadPoolExecutor(1) as thread:
+        runner = PointRunner(plan, accelerator, thread)
+        for number, point in enumerate(plan.missing, 1):
+            if on_main(partial(runner.is_missing, point)):
+                runner.evaluate(point, f"point {number} of {len(plan.missing)}")
+    on_main(runner.finish)
+
+
+class PointRunner:
+    """Evaluates one point after another. On the main process, `thread` computes the standard errors and stores the results.
 
     Points that another command has stored meanwhile are skipped. So are points of checkpoints that a running trainer has removed
     meanwhile, if there are several checkpoints.
     """
-    if not plan.missing:
-        return
-    points = [plan.points[i] for i in plan.missing]
-    if any(point.cfg.evaluation.num_samples < 2 * NUM_GROUPS for point in points):
-        log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
-    for autoencoder in dict.fromkeys(point.recipe.sampling.autoencoder for point in points if point.recipe):
-        autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
-    evaluator = cache(partial(build_evaluator, plan, accelerator))  # built by the first point, after its network is loaded
-    has_several = len({point.checkpoint for point in plan.points}) > 1
-    finished: list[Future] = []
 
-    def is_still_missing(point: Point) -> bool:
-        for future in finished:
+    def __init__(self, plan: EvaluationPlan, accelerator: Accelerator, thread: ThreadPoolExecutor):
+        self.plan, self.accelerator, self._thread = plan, accelerator, thread
+        self.has_several = len({point.checkpoint for point in plan.points}) > 1
+        self._storing: list[Future] = []  # filled only on the main process
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Built by the first point, after its network is loaded."""
+        plan = self.plan
+        detectors, cache = build_detectors(plan.evaluation, self.accelerator), plan.points[0].results.reference_cache
+        return Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
+
+    def is_missing(self, point: Point) -> bool:
+        """Return whether a point is still to evaluate. Raises an error of the thread, such as one of a full disk."""
+        for future in self._storing:
             if future.done():
-                future.result()  # raises its error
-        if point.results.find(point.wanted):
-            log.info("%s: another command has stored this point", describe_point(point, plan))
+                future.result()
+        if point.results.find(point.planned):
+            log.info("%s: another command has stored this point", describe_point(point, self.plan))
             return False
-        if has_several and not point.checkpoint.path.exists():
+        if self.has_several and not point.checkpoint.path.exists():
             log.warning("%s was removed meanwhile; this point is left out", point.checkpoint.path)
             return False
         return True
 
-    def finish(point: Point, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
-        errors = evaluator().jackknife(features, labels, NUM_GROUPS)
-        log.info("%s: %s", describe_point(point, plan), format_metrics(record.metrics))  # first, because writing may fail
+    def evaluate(self, point: Point, title: str) -> None:
+        """Score a point. Its record is stored while the next point is sampled."""
+        if point.recipe is None:
+            scored = score_images(self.evaluator, self.plan.images, point.planned)
+        else:
+            sampler = point.recipe.load_sampler(self.accelerator.device, self.plan.machine.compile)
+            scored = score_samples(self.evaluator, sampler, point.planned, point.class_names, name=title)
+        if self.accelerator.is_main_process:
+            self._storing.append(self._thread.submit(self._store, point, *scored))
+
+    def _store(self, point: Point, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
+        errors = self.evaluator.jackknife(features, labels, NUM_GROUPS)
+        log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
         point.results.add(record.model_copy(update={"jackknife": errors}))
 
-    with ThreadPoolExecutor(1) as thread:  # computes standard errors while we sample the next point
-        for number, point in enumerate(points, 1):
-            if on_main(partial(is_still_missing, point)):
-                scored = score_point(point, plan, evaluator, accelerator, f"point {number} of {len(points)}")
-                if accelerator.is_main_process:
-                    finished.append(thread.submit(finish, point, *scored))
-    on_main(lambda: [future.result() for future in finished])
-
-
-def build_evaluator(plan: EvaluationPlan, accelerator: Accelerator) -> Evaluator:
-    detectors = build_detectors(plan.cfg.evaluation, accelerator)
-    cache = plan.points[0].results.reference_cache
-    return Evaluator(accelerator, detectors, plan.reference, plan.cfg.sampling.batch_size, cache)
-
-
-def score_point(
-    point: Point, plan: EvaluationPlan, evaluator: Callable[[], Evaluator], accelerator: Accelerator, title: str
-) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
-    """Return a point's record without standard errors, the features of its images, and their class labels."""
-    if point.recipe is None:
-        return score_images(evaluator(), plan.images, point.wanted)
-    sampler = point.recipe.load_sampler(accelerator.device, point.cfg.machine.compile)
-    return score_samples(evaluator(), sampler, point.wanted, point.class_names, name=title)
+    def finish(self) -> None:
+        """Wait until all results are stored. The main process calls this method."""
+        for future in self._storing:
+            future.result()
 
 
 def describe_point(point: Point, plan: EvaluationPlan) -> str:
@@ -89,7 +99,7 @@ def describe_point(point: Point, plan: EvaluationPlan) -> str:
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
     differing = {key: x for key, x in point.columns.items() if len({str(other.columns.get(key)) for other in plan.points}) > 1}
-    return format_settings({"step": point.wanted.step, **differing})
+    return format_settings({"step": point.planned.step, **differing})
 
 
 def write_results(plan: EvaluationPlan) -> float | None:
@@ -97,10 +107,10 @@ def write_results(plan: EvaluationPlan) -> float | None:
 
     Return the lowest value of the first metric, which sweepers minimise.
     """
-    metric = metrics_for(plan.cfg.evaluation.all_detectors[0])[0].name
+    metric = metrics_for(plan.evaluation.all_detectors[0])[0].name
     for results in dict.fromkeys(point.results for point in plan.points):
-        measured = [(point.wanted, point.columns) for point in plan.points if point.results is results]
+        measured = [(point.planned, point.columns) for point in plan.points if point.results is results]
         write_tables(results, measured, metric)
-    found = [(record, point.columns) for point in plan.points if (record := point.results.find(point.wanted))]
+    found = [(record, point.columns) for point in plan.points if (record := point.results.find(point.planned))]
     sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
     return lowest(record for record, _ in found)

@@ -38,12 +38,12 @@ from sampling.sampler import ImageSampler
 log = logging.getLogger(__name__)
 
 
-def build_detectors(settings: schema.Measuring, accelerator: Accelerator) -> list[Detector]:
+def build_detectors(settings: schema.SharedEvaluation, accelerator: Accelerator) -> list[Detector]:
     """Build the configured detectors on this process's device."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
-def hash_weights(settings: schema.Measuring) -> dict[str, str]:
+def hash_weights(settings: schema.SharedEvaluation) -> dict[str, str]:
     """Return the hash of each configured weights file. Published weights have none."""
     hashes = {}
     for key in ("detector_weights", "dinov2_weights"):
@@ -53,7 +53,7 @@ def hash_weights(settings: schema.Measuring) -> dict[str, str]:
     return hashes
 
 
-def _build_detector(name: str, settings: schema.Measuring, accelerator: Accelerator) -> Detector:
+def _build_detector(name: str, settings: schema.SharedEvaluation, accelerator: Accelerator) -> Detector:
     if name == "digits" or name.startswith("small-"):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,8 @@ from common.files import (
 )
 from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
-from configs.schema import ImageSettings, SampleConfig, differences, parse_numbers
-from configs.settings import nearest, read_stored
+from configs.schema import ImageSettings, Labels, Machine, SampleConfig, differences, parse_numbers
+from configs.settings import fill, nearest, read_stored
 from evaluations.images import write_npz
 from runtime.compilation import log_compile_mode
 from runtime.processes import Seen, see_file, wait_for_all
@@ -53,21 +53,23 @@ class SamplePlan:
     """What a sample.py command makes. The main process decides it for all processes.
 
     Attributes:
-        cfg: The settings of the command, with the run's value for every key that the command leaves open.
+        machine: The group machine, with the run's value for every key that the command leaves open.
         labels: Class of each seed.
         output: Folder of the images.
         files: File of each seed.
         missing: Seeds whose files do not exist yet.
         class_names: Names of the network's classes, or None if they are unknown.
+        npz: Whether to write all images to an .npz file, too.
     """
 
-    cfg: SampleConfig
+    machine: Machine
     recipe: Recipe
     labels: dict[int, int]
     output: Path
     files: dict[int, Path]
     missing: list[int]
     class_names: list[str] | None
+    npz: bool
 
     def seen(self) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
@@ -78,26 +80,25 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
     reads = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", reads)
-    data, names = checkpoint.config.data, read_class_names(checkpoint)
-    cfg = cfg.of_run(checkpoint.config, checkpoint.step)
-    log_compile_mode(cfg.machine.compile, device)
-    recipe = Recipe.for_checkpoint(checkpoint, cfg)
-    if cfg.classes is not None:
-        cfg = cfg.model_copy(update={"classes": class_numbers(cfg.classes, names, data.path)})
-    labels = choose_labels(cfg, data.num_classes)
-    settings = settings_of_images(cfg, recipe)
+    run, names = checkpoint.config, read_class_names(checkpoint)
+    machine = fill(cfg.machine, dict(run.machine))
+    log_compile_mode(machine.compile, device)
+    recipe = Recipe.for_checkpoint(checkpoint, cfg.choice(run))
+    classes = cfg.classes and class_numbers(cfg.classes, names, run.data.path)
+    labels = choose_labels(choose_seeds(cfg), classes, recipe.sampling.labels, run.data.num_classes)
+    settings = settings_of_images(classes, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe)
     stack.enter_context(open_output(output, settings, recipe))
     files = name_files(output, labels, names)
     missing = [seed for seed, file in files.items() if not file.exists()]
     log.info("%s: %d of %d images to make, in %s", checkpoint.path, len(missing), len(files), output)
-    return SamplePlan(cfg, recipe, labels, output, files, missing, names)
+    return SamplePlan(machine, recipe, labels, output, files, missing, names, cfg.npz)
 
 
 def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
     """Sample the missing images, and write the grid and the .npz file. Every process must call this function."""
     if plan.missing:
-        sampler = plan.recipe.load_sampler(accelerator.device, plan.cfg.machine.compile)
+        sampler = plan.recipe.load_sampler(accelerator.device, plan.machine.compile)
         mine = plan.missing[accelerator.process_index :: accelerator.num_processes]
         sample_files(sampler, mine, plan, show_progress=accelerator.is_main_process)
         cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
@@ -139,20 +140,23 @@ def class_numbers(classes: list[int | str], names: list[str] | None, path: str |
     return numbers
 
 
-def choose_labels(cfg: SampleConfig, num_classes: int) -> dict[int, int]:
-    """Map each seed to a class. Seed i uses entry i mod length of `classes`. Without `classes`, `labels` chooses the classes."""
+def choose_seeds(cfg: SampleConfig) -> Sequence[int]:
     if cfg.seeds and cfg.num_samples:
         raise UserError(f"seeds= and num_samples={cfg.num_samples} both choose the images: give one of them")
-    seeds = cfg.seeds or range(cfg.num_samples or 50)
-    if cfg.classes is None:
-        return draw_labels(seeds, num_classes, cfg.sampling.labels)
-    if max(cfg.classes) >= num_classes:
-        raise UserError(f"classes: class {max(cfg.classes)} does not exist; the model knows 0 to {num_classes - 1}")
-    labels = {seed: cfg.classes[seed % len(cfg.classes)] for seed in seeds}
-    if (num_drawn := len(set(labels.values()))) < min(len(seeds), len(cfg.classes)):
+    return cfg.seeds or range(cfg.num_samples or 50)
+
+
+def choose_labels(seeds: Sequence[int], classes: list[int] | None, rule: Labels, num_classes: int) -> dict[int, int]:
+    """Map each seed to a class. Seed i uses entry i mod length of `classes`. Without `classes`, the rule chooses the classes."""
+    if classes is None:
+        return draw_labels(seeds, num_classes, rule)
+    if max(classes) >= num_classes:
+        raise UserError(f"classes: class {max(classes)} does not exist; the model knows 0 to {num_classes - 1}")
+    labels = {seed: classes[seed % len(classes)] for seed in seeds}
+    if (num_drawn := len(set(labels.values()))) < min(len(seeds), len(classes)):
         drawn = ", ".join(f"seed {seed}: class {label}" for seed, label in list(labels.items())[:4])
         message = "%d seeds draw only %d of %d classes, because seed i uses entry i mod %d of classes= (%s, ...)"
-        log.warning(message, len(seeds), num_drawn, len(cfg.classes), len(cfg.classes), drawn)
+        log.warning(message, len(seeds), num_drawn, len(classes), len(classes), drawn)
     return labels
 
 
@@ -170,15 +174,15 @@ def name_files(output: Path, labels: dict[int, int], names: list[str] | None) ->
     return files
 
 
-def settings_of_images(cfg: SampleConfig, recipe: Recipe) -> ImageSettings:
+def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
     sampling = recipe.sampling
     return ImageSettings(
         checkpoint=recipe.checkpoint.hash + (recipe.ema_hash or ""),
-        weights=recipe.weights,
+        weights=sampling.weights,
         ema_length=sampling.ema_length,
-        labels=None if cfg.classes else sampling.labels,
-        classes=cfg.classes,
+        labels=None if classes else sampling.labels,
+        classes=classes,
         autoencoder=sampling.autoencoder,
         guidance=recipe.guidance.model_copy(update={"checkpoint": recipe.weak.hash}) if recipe.weak else recipe.guidance,
         sampler=vars(recipe.sampler),
@@ -234,7 +238,7 @@ def sample_files(sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show
         with open_atomically(plan.files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
-    batch_size, writing = plan.cfg.sampling.batch_size, iter(())
+    batch_size, writing = plan.recipe.sampling.batch_size, iter(())
     bar = progress_bar(total=len(seeds), unit="image", disable=not show_progress)
     with bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):
@@ -265,7 +269,7 @@ def write_grid_and_npz(plan: SamplePlan) -> None:
     with open_atomically(output / f"grid_{spec}.png") as f:
         grid.save(f, format="PNG")
     log.info("grid     %s", output / f"grid_{spec}.png")
-    if plan.cfg.npz:
+    if plan.npz:
         npz_file = output / f"samples_{spec}.npz"
         shape = len(files), *read(grid_seeds[0]).shape
         write_npz(npz_file, map(read, files), shape, np.array(list(labels.values())), class_names=names)

@@ -7,10 +7,9 @@ import itertools
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -19,8 +18,8 @@ from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resol
 from common.errors import UserError, name_key
 from common.files import REPOSITORY
 from common.images import are_same_colour
-from configs.schema import FidConfig, Measuring, differences
-from configs.settings import as_list
+from configs.schema import FidConfig, Machine, SharedEvaluation, differences
+from configs.settings import as_list, fill
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, Results
 from evaluations.tables import columns_of, format_settings
@@ -30,7 +29,7 @@ from runtime.compilation import log_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
-from sampling.score import settings_of_scores
+from sampling.score import sample_settings, scoring_settings
 
 log = logging.getLogger(__name__)
 
@@ -40,37 +39,22 @@ class Point:
     """An evaluation of a fid.py command.
 
     Attributes:
-        wanted: The evaluation without figures.
+        planned: The evaluation, still without figures.
         results: The results to which the figures are added.
-        cfg: The command's settings with one value per key, without keys that are left to the run.
+        columns: What tables show of the point's settings.
         recipe: How to sample, or None for images on disk.
-        typed: Sampler settings that the command gives. Tables show them even if they have their default values.
         class_names: Names of the network's classes, or None if they are unknown.
     """
 
-    wanted: Evaluation
+    planned: Evaluation
     results: Results
-    cfg: FidConfig
+    columns: dict[str, object]
     recipe: Recipe | None = None
-    typed: dict[str, object] = field(default_factory=dict)
     class_names: list[str] | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         return self.recipe and self.recipe.checkpoint
-
-    @property
-    def columns(self) -> dict[str, object]:
-        columns = columns_of(self.wanted)
-        return {**{key: columns[key] for key in ("run", "step") if key in columns}, **self.typed, **columns}
-
-
-class Choice(NamedTuple):
-    """A checkpoint with a combination of listed values: the settings, the recipe, and the sampler settings that were given."""
-
-    cfg: FidConfig
-    recipe: Recipe
-    typed: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -79,27 +63,26 @@ class EvaluationPlan:
 
     Attributes:
         points: All points of the command.
-        missing: Indices of the points that have no results yet, in the order of their evaluation.
+        missing: The points that have no results yet, in the order of their evaluation.
+        reference: Images with which the points are compared.
         images: Images on disk to evaluate instead of checkpoints, or None.
+        evaluation: The group evaluation, which all points share, except num_samples.
+        machine: The group machine. Keys that the command leaves open have the values of the first point's run.
+        batch_size: Number of reference images, or of images on disk, in a batch.
     """
 
     points: list[Point]
-    missing: list[int]
+    missing: list[Point]
     reference: ImageSet
     images: ImageSet | None
+    evaluation: SharedEvaluation
+    machine: Machine
+    batch_size: int
 
-    @property
-    def cfg(self) -> FidConfig:
-        """Settings of the first point. All points share the group evaluation, except num_samples.
-
-        The settings of this point for the machine hold for all, except `compile`.
-        """
-        return self.points[0].cfg
-
-    def seen(self) -> list[Seen]:
+    def seen(self, cfg: FidConfig) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
-        key = "checkpoint" if self.cfg.checkpoints is None else "checkpoints"
+        key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
         files = dict.fromkeys(recipe.checkpoint.manifest for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
         opened = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
@@ -108,38 +91,42 @@ class EvaluationPlan:
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
-    points, reference, images = plan_images_on_disk(cfg, device) if cfg.images else plan_checkpoints(cfg, device)
-    missing = in_random_order(points, [i for i, point in enumerate(points) if not point.results.find(point.wanted)])
-    folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in points))
-    numbers = " and ".join(f"{number:,}" for number in sorted({point.cfg.evaluation.num_samples for point in points}))
-    log.info("%d of %d evaluations to do, of %s samples, in %s", len(missing), len(points), numbers, folders)
-    return EvaluationPlan(points, missing, reference, images)
+    plan = plan_images_on_disk(cfg) if cfg.images else plan_checkpoints(cfg, device)
+    folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in plan.points))
+    numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
+    log.info("%d of %d evaluations to do, of %s samples, in %s", len(plan.missing), len(plan.points), numbers, folders)
+    return plan
 
 
-def plan_checkpoints(cfg: FidConfig, device: torch.device) -> tuple[list[Point], ImageSet, None]:
-    """Return the points of checkpoints, and the reference."""
+def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
+    """Plan the evaluation of checkpoints: each of them with each combination of the listed settings."""
     checkpoints = find_checkpoints(cfg)
-    choices = choose_recipes(cfg, checkpoints)
-    evaluation = check_evaluations_agree([choice.cfg for choice in choices])
-    log_compile_mode(choices[0].cfg.machine.compile, device)
+    recipes = choose_recipes(cfg, checkpoints)
+    evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
+    evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
+    machine = fill(cfg.machine, dict(recipes[0].run.machine))
+    log_compile_mode(machine.compile, device)
     sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
     if len(sizes) > 1:
         raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
     needs = evaluation.all_detectors, *sizes, evaluation.background, settings_of_latents(checkpoints)
     reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
-    return points_of_choices(choices, reference), reference, None
+    planned = evaluations_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference))
+    points = points_of_checkpoints(cfg, planned)
+    return EvaluationPlan(points, find_missing(points), reference, None, evaluation, machine, recipes[0].sampling.batch_size)
 
 
-def plan_images_on_disk(cfg: FidConfig, device: torch.device) -> tuple[list[Point], ImageSet, ImageSet]:
-    """Return the point of images on disk, the reference, and the images."""
+def plan_images_on_disk(cfg: FidConfig) -> EvaluationPlan:
+    """Plan the evaluation of images on disk, which is a single point."""
     images = open_images_to_evaluate(cfg)
-    filled = cfg.of_images(len(images), images.background)
-    check_images(images, filled)
-    log_compile_mode(filled.machine.compile, device)
-    needs = filled.evaluation.all_detectors, images.shape[1], filled.evaluation.background
-    reference = open_reference(filled.evaluation.reference, "evaluation.reference", *needs)
+    evaluation = cfg.evaluation_of_images(len(images), images.background)
+    check_images(images, cfg.images, evaluation)
+    needs = evaluation.all_detectors, images.shape[1], evaluation.background
+    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
     warn_of_jpegs(images, reference)
-    return [point_of_images(filled, images, reference)], reference, images
+    points = [point_of_images(cfg, images, evaluation, reference)]
+    machine = fill(cfg.machine, {"compile": "none", "tf32": True})
+    return EvaluationPlan(points, find_missing(points), reference, images, evaluation, machine, cfg.sampling.batch_size or 64)
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
@@ -162,14 +149,13 @@ def open_images_to_evaluate(cfg: FidConfig) -> ImageSet:
     return images
 
 
-def check_images(images: ImageSet, cfg: FidConfig) -> None:
+def check_images(images: ImageSet, path: str, evaluation: SharedEvaluation) -> None:
     """Raise UserError if images on disk were made with another background, or if there are too few."""
-    evaluation = cfg.evaluation
     if images.background is not None and not are_same_colour(images.background, evaluation.background):
-        made = f"images={cfg.images} was made with background={images.background}"
+        made = f"images={path} was made with background={images.background}"
         raise UserError(f"{made}, but evaluation.background={evaluation.background}")
     if evaluation.num_samples > len(images):
-        problem = f"{cfg.images} holds {len(images)} images; make more, or lower it"
+        problem = f"{path} holds {len(images)} images; make more, or lower it"
         raise UserError(f"evaluation.num_samples={evaluation.num_samples}, but {problem}")
 
 
@@ -181,7 +167,7 @@ def warn_of_jpegs(images: ImageSet, reference: ImageSet) -> None:
         log.warning(message, images.path, reference.path)
 
 
-def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Choice]:
+def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Recipe]:
     """Return the recipe for every checkpoint and combination of listed values.
 
     Combinations that only some of a run's `checkpoints` do not support are left out with a warning: `ema_length` needs snapshots
@@ -189,33 +175,29 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Ch
 
     Raises UserError if a combination does not fit any checkpoint, or not one that the command names.
     """
-    chosen: list[Choice] = []
+    recipes: list[Recipe] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
     for checkpoint in checkpoints:
-        for number, listed in enumerate(cfg.choices(checkpoint.config)):
+        for number, choice in enumerate(cfg.choices(checkpoint.config)):
             try:
-                filled = listed.of_run(checkpoint.config, checkpoint.step)
-                recipe = Recipe.for_checkpoint(checkpoint, filled)
+                recipes.append(Recipe.for_checkpoint(checkpoint, choice))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
                 is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()
                 if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
                     raise
-                continue
-            typed = {key: getattr(filled.sampler, key) for key, value in listed.sampler.items() if value is not None}
-            chosen.append(Choice(filled, recipe, typed))
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)
-    return chosen
+    return recipes
 
 
-def check_evaluations_agree(chosen: Sequence[FidConfig]) -> Measuring:
+def check_evaluations_agree(evaluations: Sequence[SharedEvaluation]) -> SharedEvaluation:
     """Return the group evaluation, which must be equal for all points, except num_samples."""
-    first, *others = [{"evaluation": cfg.evaluation.model_dump(exclude={"num_samples"})} for cfg in chosen]
+    first, *others = [{"evaluation": evaluation.model_dump(exclude={"num_samples"})} for evaluation in evaluations]
     for other in others:
         if changed := differences(first, other):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
-    return chosen[0].evaluation
+    return evaluations[0]
 
 
 def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
@@ -227,35 +209,43 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
     return settings
 
 
-def points_of_choices(choices: Sequence[Choice], reference: ImageSet) -> list[Point]:
-    """Return the points of the choices, without points that measure the same."""
-    scores = settings_of_scores(choices[0].cfg.evaluation, reference)  # equal for all
-    chosen: list[tuple[Evaluation, Choice]] = []
-    for choice in choices:
-        wanted = evaluation_of_recipe(choice.cfg, choice.recipe, scores)
-        if not any(wanted.answers(other, False) for other, _ in chosen):  # intervals have no effect at cfg_scale=1
-            chosen.append((wanted, choice))
-    checkpoints = list(dict.fromkeys(choice.recipe.checkpoint for _, choice in chosen))
-    results = open_results(choices[0].cfg.output, checkpoints)
+def evaluations_of_recipes(
+    recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluation], scoring: dict[str, object]
+) -> list[tuple[Evaluation, Recipe]]:
+    """Return the evaluation of each recipe, without evaluations that measure the same.
+
+    Args:
+        evaluations: The group evaluation for each checkpoint.
+        scoring: The `scoring_settings` of the command.
+    """
+    planned: list[tuple[Evaluation, Recipe]] = []
+    for recipe in recipes:
+        checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
+        name = (checkpoint.run or folder.resolve().parent).name
+        evaluation = Evaluation(
+            # What training measured at a step is not that of another folder with this step, such as a backup.
+            run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
+            step=checkpoint.step,
+            checkpoint=checkpoint.hash,
+            settings=sample_settings(recipe, evaluations[checkpoint], scoring),
+        )
+        if not any(evaluation.answers(other, False) for other, _ in planned):  # intervals have no effect at cfg_scale=1
+            planned.append((evaluation, recipe))
+    return planned
+
+
+def points_of_checkpoints(cfg: FidConfig, planned: Sequence[tuple[Evaluation, Recipe]]) -> list[Point]:
+    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned))
+    results = open_results(cfg.output, checkpoints)
     names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
+    typed = [key for key, value in cfg.sampler.items() if value is not None]
     points = []
-    for wanted, choice in chosen:
-        checkpoint = choice.recipe.checkpoint
-        points.append(Point(wanted, results[checkpoint], *choice, names[checkpoint]))
+    for evaluation, recipe in planned:
+        # Tables show the sampler settings of the command even if they have their default values.
+        of_sampler = {key: getattr(recipe.sampler, key) for key in typed}
+        columns = {"run": None, "step": None, **of_sampler, **columns_of(evaluation)}
+        points.append(Point(evaluation, results[recipe.checkpoint], columns, recipe, names[recipe.checkpoint]))
     return points
-
-
-def evaluation_of_recipe(cfg: FidConfig, recipe: Recipe, scores: dict[str, object]) -> Evaluation:
-    """Return the evaluation of a recipe without figures. `scores` are the `settings_of_scores`."""
-    checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
-    name = (checkpoint.run or folder.resolve().parent).name
-    return Evaluation(
-        # What training measured at a step is not that of another folder with this step, such as a backup.
-        run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
-        step=checkpoint.step,
-        checkpoint=checkpoint.hash,
-        settings=recipe.settings() | cfg.evaluation.model_dump(include={"num_samples", "first_seed"}) | scores,
-    )
 
 
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:
@@ -266,13 +256,13 @@ def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[
     return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
 
-def point_of_images(cfg: FidConfig, images: ImageSet, reference: ImageSet) -> Point:
+def point_of_images(cfg: FidConfig, images: ImageSet, evaluation: SharedEvaluation, reference: ImageSet) -> Point:
     output = given_output(cfg.output) or folder_for_images(cfg.images)
     if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": cfg.evaluation.num_samples}
-    wanted = Evaluation(settings=settings | settings_of_scores(cfg.evaluation, reference))
-    return Point(wanted, Results(output).check(), cfg)
+    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
+    planned = Evaluation(settings=settings | scoring_settings(evaluation, reference))
+    return Point(planned, Results(output).check(), columns_of(planned))
 
 
 def given_output(output: str | None) -> Path | None:
@@ -294,11 +284,16 @@ def results_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def in_random_order(points: Sequence[Point], chosen: Iterable[int]) -> list[int]:
-    """Return the indices of the chosen points in a new random order, so that commands at the same time rarely meet at a point.
+def find_missing(points: Sequence[Point]) -> list[Point]:
+    """Return the points that have no results yet, in the order of their evaluation."""
+    return in_random_order([point for point in points if not point.results.find(point.planned)])
+
+
+def in_random_order(points: Sequence[Point]) -> list[Point]:
+    """Return the points in a new random order, so that commands at the same time rarely meet at a point.
 
     The points of a network stay together, because loading and compiling it takes long.
     """
     draw = random.SystemRandom().random  # no seed may give two commands the same order
     places: dict[object, float] = defaultdict(draw)
-    return sorted(chosen, key=lambda i: (places[(recipe := points[i].recipe) and recipe.network], draw()))
+    return sorted(points, key=lambda point: (places[point.recipe and point.recipe.network], draw()))

@@ -20,6 +20,7 @@ from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from configs import schema
+from configs.settings import fill
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -37,58 +38,47 @@ class Recipe:
         sampling: Settings of the group sampling. None of them is left to the run.
         guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
         checkpoint: Checkpoint of the network, or None for a network in training.
-        weights: Weights to load from the checkpoint, `ema` or `raw`.
         weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
+        average: An `extras.posthoc_ema.Average`, which is loaded instead of the checkpoint's weights, or None.
         ema_hash: Hash of the snapshots from which `average` is made, or None.
-        average: An `extras.posthoc_ema.Average`, which is loaded instead of `weights`, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
     run: schema.TrainConfig
     sampler: schema.Sampler
-    sampling: schema.Sampling | schema.SamplingFromCheckpoint
+    sampling: schema.SamplingFromCheckpoint
     guidance: schema.Guidance
     checkpoint: Checkpoint | None = None
-    weights: str = "ema"
     weak: Checkpoint | None = None
-    ema_hash: str | None = None
     average: Any = None
+    ema_hash: str | None = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
         check_guidance(self.guidance, self.run, self.sampler, self.weak)
 
     @classmethod
-    def for_checkpoint(cls, checkpoint: Checkpoint, command: schema.SampleConfig | schema.FidConfig) -> Recipe:
-        """Build the recipe for a checkpoint.
-
-        Args:
-            command: Settings of the command with one value per key, after `of_run`.
+    def for_checkpoint(cls, checkpoint: Checkpoint, choice: schema.Choice) -> Recipe:
+        """Build the recipe for a checkpoint. Keys that are None in `choice` get the run's values.
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        run, chosen, average, ema_hash = checkpoint.config, command.sampling, None, None
-        if chosen.ema_length is not None:
+        run, average, ema_hash = checkpoint.config, None, None
+        sampler = schema.sampler_of_run(run, choice.sampler)
+        sampling = fill(choice.sampling, sampling_in_training(run))
+        if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            average = posthoc_ema.Average(checkpoint, chosen.ema_length)
-            ema_hash = posthoc_ema.check_and_hash(checkpoint, chosen.weights, chosen.ema_length)
-        return cls(
-            run=run,
-            sampler=command.sampler,
-            sampling=chosen,
-            **find_parts(command.guidance, chosen.autoencoder, run),
-            checkpoint=checkpoint,
-            weights=chosen.weights,
-            ema_hash=ema_hash,
-            average=average,
-        )
+            average = posthoc_ema.Average(checkpoint, sampling.ema_length)
+            ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
+        found = find_files(choice.guidance, sampling.autoencoder, run)
+        return cls(run, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
 
     @classmethod
     def in_training(cls, run: schema.TrainConfig, guidance: schema.Guidance) -> Recipe:
-        """Build the recipe for sampling from a network during training."""
-        parts = find_parts(guidance, run.sampling.autoencoder, run)
-        return cls(run=run, sampler=run.sampler, sampling=run.sampling, **parts)
+        """Build the recipe for sampling from the EMA network during training."""
+        sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run))
+        return cls(run, run.sampler, sampling, **find_files(guidance, sampling.autoencoder, run))
 
     def settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -97,7 +87,7 @@ class Recipe:
         precision is called `network_precision`.
         """
         settings = {
-            "weights": self.weights,
+            "weights": self.sampling.weights,
             **guidance_settings(self.guidance),
             **sampler_settings(self.sampler),
             "ema_length": self.average and self.average.length,
@@ -114,7 +104,7 @@ class Recipe:
     @property
     def network(self) -> tuple[Checkpoint | None, Any]:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
-        return self.checkpoint, self.average or self.weights
+        return self.checkpoint, self.average or self.sampling.weights
 
     def load_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
@@ -143,7 +133,12 @@ class Recipe:
         )
 
 
-def find_parts(guidance: schema.Guidance, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
+def sampling_in_training(run: schema.TrainConfig) -> dict[str, Any]:
+    """Return the group sampling as the run uses it: with the weights of the EMA."""
+    return {"weights": "ema", "ema_length": None, **dict(run.sampling)}
+
+
+def find_files(guidance: schema.Guidance, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
     """Find the files of a recipe besides its own network. Return the fields `guidance`, `weak` and `autoencoder_hash`."""
     if weak := find_weak_checkpoint(guidance, run):
         guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})

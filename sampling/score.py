@@ -15,10 +15,11 @@ from evaluations.images import ImageSet
 from evaluations.record import Evaluation
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights
+from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler, draw_labels
 
 
-def settings_of_scores(evaluation: schema.Measuring, reference: ImageSet) -> dict[str, object]:
+def scoring_settings(evaluation: schema.SharedEvaluation, reference: ImageSet) -> dict[str, object]:
     """Return what the figures of images depend on besides the images, by the names in results."""
     return {
         "detector": "+".join(evaluation.all_detectors),
@@ -28,15 +29,23 @@ def settings_of_scores(evaluation: schema.Measuring, reference: ImageSet) -> dic
     }
 
 
+def sample_settings(recipe: Recipe, evaluation: schema.SharedEvaluation, scoring: dict[str, object]) -> dict[str, object]:
+    """Return what the figures of samples depend on besides the checkpoint, by the names in results.
+
+    `scoring` are the `scoring_settings`.
+    """
+    return recipe.settings() | evaluation.model_dump(include={"num_samples", "first_seed"}) | scoring
+
+
 def score_samples(
     evaluator: Evaluator,
     sampler: ImageSampler,
-    wanted: Evaluation,
+    planned: Evaluation,
     class_names: Sequence[str] | None,
     stop: Callable[[], bool] = lambda: False,
     name: str = "evaluation",
 ) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
-    """Sample the images of the `wanted` evaluation, and score them. Every process must call this function.
+    """Sample the images of the `planned` evaluation, and score them. Every process must call this function.
 
     Args:
         class_names: Names of the network's classes, or None if they are unknown.
@@ -44,22 +53,22 @@ def score_samples(
     Returns:
         The record, the images' features (on the main process), and their labels, or None if the detector has other classes.
     """
-    settings, start_sec = wanted.settings, time.perf_counter()
+    settings, start_sec = planned.settings, time.perf_counter()
     seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
     labels = draw_labels(seeds, sampler.data.num_classes, settings["labels"])
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)
     features = evaluator.features_of_samples(sampler, labels, stop, name)
     metrics = on_main(partial(evaluator.evaluate, features, compared))
     figures = {"metrics": metrics, "cost": sampler.cost, "evaluation_sec": time.perf_counter() - start_sec}
-    return wanted.model_copy(update=figures), features, compared
+    return planned.model_copy(update=figures), features, compared
 
 
 def score_images(
-    evaluator: Evaluator, images: ImageSet, wanted: Evaluation
+    evaluator: Evaluator, images: ImageSet, planned: Evaluation
 ) -> tuple[Evaluation, list[Features], np.ndarray | None]:
     """Score images on disk. See `score_samples`, which returns the same."""
     start_sec = time.perf_counter()
-    features, labels = evaluator.features_of_set(images, wanted.settings["num_samples"])
+    features, labels = evaluator.features_of_set(images, planned.settings["num_samples"])
     labels = evaluator.labels_to_compare(labels, images.class_names)
     metrics = on_main(partial(evaluator.evaluate, features, labels))
-    return wanted.model_copy(update={"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec}), features, labels
+    return planned.model_copy(update={"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec}), features, labels

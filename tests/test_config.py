@@ -13,7 +13,8 @@ from common import roles
 from common.errors import UserError
 from common.roles import Free, SameRun, roles_of
 from configs import schema
-from configs.settings import Settings, flatten, read_stored
+from configs.schema import sampler_of_run
+from configs.settings import Settings, fill, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
@@ -94,7 +95,9 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
     edm, sit = checked(), checked(["diffusion=sit"])
 
     def sampler(run, *overrides):
-        return checked(["checkpoint=a", *(f"sampler.{override}" for override in overrides)], "sample").of_run(run, 1).sampler
+        return sampler_of_run(
+            run, checked(["checkpoint=a", *(f"sampler.{override}" for override in overrides)], "sample").sampler
+        )
 
     assert sampler(sit, "num_steps=7", "solver=euler") == sit.diffusion.Sampler(num_steps=7, solver="euler")
     assert sit.sampler.num_steps == 20 and sampler(sit, "num_steps=null") == sit.sampler
@@ -114,21 +117,24 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
             "guidance=unguided_and_cfg",
             "evaluation.final_num_samples=500",
             "sampling.labels=balanced",
+            "sampling.autoencoder=identity",
             "evaluation.background=black",
             "machine.tf32=false",
         ]
     )
     last = run.train.num_steps
-    given = checked(["checkpoint=a"], "fid")
-    (unguided, guided) = (one.of_run(run, last) for one in given.choices(run))
-    assert [one.guidance for one in (unguided, guided)] == run.guidance and unguided.evaluation == guided.evaluation
-    assert (unguided.sampler, unguided.machine.model_dump()) == (run.sampler, run.machine.model_dump())
+    given, checkpoint = checked(["checkpoint=a"], "fid"), Checkpoint(Path("a"), "hash", last, run, {})
+    (unguided, guided) = (recipe.Recipe.for_checkpoint(checkpoint, choice) for choice in given.choices(run))
+    assert [one.guidance for one in (unguided, guided)] == run.guidance
+    assert unguided.sampler == run.sampler and fill(given.machine, dict(run.machine)).model_dump() == run.machine.model_dump()
     assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
-    shared = unguided.evaluation.model_dump()
+    in_training = recipe.Recipe.in_training(run, run.guidance[0])
+    assert unguided.settings() == in_training.settings() and unguided.sampling == in_training.sampling
+    shared = given.evaluation_of_run(run, last).model_dump()
     assert shared == run.evaluation.model_dump(include={*shared}) | {"num_samples": 500}
-    assert next(given.choices(run)).of_run(run, last - 1).evaluation.num_samples == run.evaluation.num_samples
-    image = checked(["checkpoint=a"], "sample").of_run(run, last)
-    assert image.guidance == run.guidance[-1] and image.machine.compile == "none"
+    assert given.evaluation_of_run(run, last - 1).num_samples == run.evaluation.num_samples
+    image = checked(["checkpoint=a"], "sample")
+    assert image.choice(run).guidance == run.guidance[-1] and image.machine.compile == "none"
 
     keys = [
         "guidance=cfg",
@@ -138,14 +144,18 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
         "machine.tf32=true",
     ]
     other = checked(["checkpoint=a", *keys, "sampling.weights=[ema,raw]"], "fid")
-    run = checked(["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors", "sampling.labels=balanced"])
-    ema, raw = (one.of_run(run, 1) for one in other.choices(run))
+    own_detector = ["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors"]
+    run = checked([*own_detector, "sampling.labels=balanced", "sampling.autoencoder=identity"])
+    checkpoint = Checkpoint(Path("a"), "hash", 1, run, {})
+    ema, raw = (recipe.Recipe.for_checkpoint(checkpoint, choice) for choice in other.choices(run))
     assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
-    assert ema.evaluation.num_samples == 7 and ema.evaluation.detector_weights is None and ema.machine.tf32
+    evaluation = other.evaluation_of_run(run, 1)
+    assert evaluation.num_samples == 7 and evaluation.detector_weights is None
+    assert fill(other.machine, dict(run.machine)).tf32
     same = checked(["checkpoint=a"], "fid")
-    assert next(same.choices(run)).of_run(run, 1).evaluation.detector_weights == "x.safetensors"
+    assert same.evaluation_of_run(run, 1).detector_weights == "x.safetensors"
     more = checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid")
-    own = next(more.choices(run)).of_run(run, 1).evaluation
+    own = more.evaluation_of_run(run, 1)
     assert (own.detector_weights, own.background) == ("x.safetensors", "white")
 
 

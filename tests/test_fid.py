@@ -339,7 +339,7 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
     (read,), problems = read_runs([runs[1]])
     assert not problems and 70 in {measure.num_samples for measure in read.figures}
 
-    monkeypatch.setattr(evaluation, "score_point", lambda *arguments: pytest.fail("this point has a result"))
+    monkeypatch.setattr(evaluation.PointRunner, "evaluate", lambda *arguments: pytest.fail("this point has a result"))
     assert evaluate("b").count("\n") == 2 and evaluate("a", "b") == both
     assert [line.split()[0] for line in evaluate("b", "a").splitlines()[1:]] == ["b", "a"]
     assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
@@ -413,15 +413,15 @@ def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the
 
 
 def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, monkeypatch, caplog):
-    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], evaluation.score_point, []
+    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], evaluation.PointRunner.evaluate, []
 
-    def recorded(point, *others):
-        evaluated.append(point.wanted.step)
+    def recorded(runner, point, *others):
+        evaluated.append(point.planned.step)
         if len(evaluated) == 1:  # another command runs from its start to its end
             fid(*sweep)
-        return score(point, *others)
+        return score(runner, point, *others)
 
-    monkeypatch.setattr(evaluation, "score_point", recorded)
+    monkeypatch.setattr(evaluation.PointRunner, "evaluate", recorded)
     caplog.set_level("INFO")
     lines = fid(*sweep)
     assert evaluated == [2, 2, 4] and [line["step"] for line in lines] == [2, 4]
@@ -448,8 +448,8 @@ def test_points_are_evaluated_in_a_random_order_network_by_network_and_listed_as
     orders = []
     for _ in range(2):
         random.seed(0)  # a seed, for example of a sweeper, does not give two commands the same order
-        listed = [SimpleNamespace(recipe=SimpleNamespace(network=i // 5)) for i in range(20)]
-        orders.append(points.in_random_order(listed, range(20)))
+        listed = [SimpleNamespace(number=i, recipe=SimpleNamespace(network=i // 5)) for i in range(20)]
+        orders.append([point.number for point in points.in_random_order(listed)])
         assert sorted(orders[-1]) == [*range(20)] and len([*itertools.groupby(orders[-1], lambda i: i // 5)]) == 4
     assert orders[0] != orders[1]
 
@@ -464,7 +464,7 @@ def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, 
         fid("out", f"checkpoints={edm}", "evaluation.num_samples=4")
     assert re.search(r"step \d: fd_digits [\d.]+, ", caplog.text)  # the figures are not lost
     (tmp_path / "file").touch()
-    monkeypatch.setattr(evaluation, "score_point", lambda *arguments: pytest.fail("this is known before any work"))
+    monkeypatch.setattr(evaluation.PointRunner, "evaluate", lambda *arguments: pytest.fail("this is known before any work"))
     with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
         fid("file/out", f"checkpoints={edm}")
     with file_size_limit(1000), pytest.raises(UserError, match="cannot write to .*full: File too large; .* MB are free"):

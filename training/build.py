@@ -149,11 +149,12 @@ def build_hooks(
         sampler = plan.grid.build_sampler(ema.net, decoder, accelerator.device, mode)
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
     if plan.evaluated:
-        samplers = [recipe.build_sampler(ema.net, decoder, accelerator.device, mode) for recipe in plan.evaluated]
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-        pairs = list(zip(plan.evaluated, samplers))
-        active.append(hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, pairs, plan.scores))
+        for recipe in plan.evaluated:
+            sampler = recipe.build_sampler(ema.net, decoder, accelerator.device, mode)
+            hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, recipe, sampler, plan.scoring)
+            active.append(hook)
     if validation:
         active.append(Validation(run.results, cfg.evaluation.every, validation))
     return active

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
-from sampling.score import score_samples
+from sampling.score import sample_settings, score_samples
 from training.metrics import STEP_METRICS
 from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
@@ -90,35 +90,36 @@ class SampleGrids(Hook):
 
 @dataclass
 class EvaluationHook(Hook):
-    """A hook that evaluates the EMA network and stores a record for each evaluation, unless the run has the record already.
+    """A hook that makes one evaluation of the EMA network and stores its record, unless the run has the record already.
 
-    Subclasses define two methods. `wanted` returns the evaluations of the current step, without figures. `evaluate` returns one
-    of them with its figures. Every process calls `evaluate`.
+    Subclasses define two methods. `planned` returns the evaluation of the current step, without figures. `evaluate` returns it
+    with its figures. Every process calls `evaluate`.
     """
 
     results: Results
     every: int
     runs_network = True
 
-    def wanted(self, trainer: Trainer) -> list[Evaluation]:
+    def planned(self, trainer: Trainer) -> Evaluation:
         raise NotImplementedError
 
-    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
         raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
-        for wanted in on_main(lambda: [missing for missing in self.wanted(trainer) if self.results.find(missing) is None]):
-            record = self.evaluate(trainer, wanted)
-            on_main(partial(self.results.add, record))
-            metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
-            log.info("step %d: %s", trainer.step, format_metrics(metrics))
-            track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
+        planned = self.planned(trainer)
+        if on_main(lambda: self.results.find(planned) is not None):
+            return
+        record = self.evaluate(trainer, planned)
+        on_main(partial(self.results.add, record))
+        metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
+        log.info("step %d: %s", trainer.step, format_metrics(metrics))
+        track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
 
 
 def lowest_metric(trainer: Trainer) -> float | None:
     """Return the metric of the evaluations of the last step that sweepers minimise (`record.lowest`), or None without any."""
-    evaluations = [hook for hook in trainer.hooks if isinstance(hook, EvaluationHook)]
-    records = [hook.results.find(wanted) for hook in evaluations for wanted in hook.wanted(trainer)]
+    records = [hook.results.find(hook.planned(trainer)) for hook in trainer.hooks if isinstance(hook, EvaluationHook)]
     return lowest(record for record in records if record is not None)
 
 
@@ -136,26 +137,21 @@ def name_in_log(metric: str, record: Evaluation) -> str:
 
 @dataclass
 class SampleEvaluation(EvaluationHook):
-    """A hook that scores samples of each guidance.
+    """A hook that scores samples of one guidance.
 
     Attributes:
-        samplers: For each guidance, its recipe and sampler.
-        scores: What the scores depend on besides the samples (`settings_of_scores`), when the evaluator was built.
+        scoring: What the scores depend on besides the samples (`scoring_settings`), when the evaluator was built.
     """
 
     evaluator: Evaluator
-    samplers: Sequence[tuple[Recipe, ImageSampler]]
-    scores: Mapping[str, object]
+    recipe: Recipe
+    sampler: ImageSampler
+    scoring: dict[str, object]
 
-    def settings(self, trainer: Trainer, recipe: Recipe) -> dict[str, object]:
-        cfg = trainer.cfg.evaluation
-        number = cfg.num_samples_at(trainer.step, trainer.cfg.train.num_steps)
-        return recipe.settings() | {"num_samples": number, "first_seed": cfg.first_seed} | self.scores
+    def planned(self, trainer: Trainer) -> Evaluation:
+        evaluation = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps)
+        settings = sample_settings(self.recipe, evaluation, self.scoring)
+        return Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def wanted(self, trainer: Trainer) -> list[Evaluation]:
-        every = [self.settings(trainer, recipe) for recipe, _ in self.samplers]
-        return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings) for settings in every]
-
-    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
-        sampler = next(sampler for recipe, sampler in self.samplers if self.settings(trainer, recipe) == wanted.settings)
-        return score_samples(self.evaluator, sampler, wanted, trainer.dataset.class_names, trainer.stop.poll_now)[0]
+    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
+        return score_samples(self.evaluator, self.sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]

@@ -20,7 +20,7 @@ from runtime.compilation import resolve_compile
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
-from sampling.score import settings_of_scores
+from sampling.score import scoring_settings
 from training import optimizers, tracking
 from training.trainer import Trainer
 
@@ -38,7 +38,7 @@ class TrainPlan:
         grid: Recipe of the sample grids, or None without grids.
         evaluated: Recipe for each guidance whose samples are scored.
         reference: Images with which these samples are compared, or None.
-        scores: What the scores depend on besides the samples (`settings_of_scores`).
+        scoring: What the scores depend on besides the samples (`scoring_settings`).
     """
 
     newest: Checkpoint | None
@@ -47,7 +47,7 @@ class TrainPlan:
     grid: Recipe | None
     evaluated: list[Recipe]
     reference: ImageSet | None
-    scores: dict[str, object]
+    scoring: dict[str, object]
 
     @property
     def recipes(self) -> list[Recipe]:
@@ -73,7 +73,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     initial = select_initial_checkpoint(run, cfg)
     newest = open_existing_run(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
-    settings, evaluated, reference, scores = cfg.evaluation, [], None, {}
+    settings, evaluated, reference, scoring = cfg.evaluation, [], None, {}
     if settings.every:
         run.results.check()
     grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
@@ -83,8 +83,8 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
                 evaluated.append(recipe)
         needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.settings
         reference = open_reference(settings.reference, "evaluation.reference", *needs)
-        scores = settings_of_scores(settings, reference)
-    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scores)
+        scoring = scoring_settings(settings, reference)
+    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)
 
 
 def record_start(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:

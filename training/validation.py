@@ -46,17 +46,17 @@ class Validation(EvaluationHook):
 
     dataset: LatentDataset
 
-    def wanted(self, trainer: Trainer) -> list[Evaluation]:
+    def planned(self, trainer: Trainer) -> Evaluation:
         settings = {"weights": "ema", "cfg_scale": 1.0, "network_precision": trainer.cfg.sampling.precision}
         settings |= {"num_samples": len(self.dataset), "latents": self.dataset.hash}
-        return [Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)]
+        return Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def evaluate(self, trainer: Trainer, wanted: Evaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
         start_sec = time.perf_counter()
         sums = trainer.accelerator.reduce(self.bin_sums(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
         figures = {"metrics": loss, "by_level": means_by_bin(sums), "evaluation_sec": time.perf_counter() - start_sec}
-        return wanted.model_copy(update=figures)
+        return planned.model_copy(update=figures)
 
     @torch.no_grad()
     def bin_sums(self, trainer: Trainer) -> Tensor:
