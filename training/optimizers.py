@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +62,8 @@ def load_state(optimizers: Sequence[Optimizer], parameters: Parameters, state: d
         optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequence[Optimizer], parameters: Parameters) -> None:
-    """Check a state by parameter name, which is stored in `file`, against the optimizers.
+def check_state(file: Path, state: dict[str, dict[str, Any]], train: Train, parameters: Parameters) -> None:
+    """Check a state by parameter name, which is stored in `file`, against the optimizers of `train`.
 
     Raises UserError, which names the parameter, if names, shapes or types are not those of the optimizers' state after a step, or
     if training cannot have led to the values.
@@ -78,7 +76,7 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequen
                 raise ValueError(f"it has no state for {name}")
         actual, expected = (
             {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
-            for states in (state, state_after_step(optimizers, parameters))
+            for states in (state, state_after_step(train, parameters))
         )
         if not all(isinstance(value, Tensor) for value in actual.values()):
             raise ValueError("it holds other values than tensors")
@@ -94,19 +92,14 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], optimizers: Sequen
             raise ValueError(f"some of its parameters are after {min(steps):g} steps and others after {max(steps):g}")
 
 
-def state_after_step(optimizers: Sequence[Optimizer], parameters: Parameters) -> dict[str, dict[str, Any]]:
+def state_after_step(train: Train, parameters: Parameters) -> dict[str, dict[str, Any]]:
     """Return the state that the optimizers have after a step, as tensors without data (on the meta device)."""
-    with torch.enable_grad():
-        twins = {name: torch.empty_like(p, device="meta", requires_grad=True) for name, p in parameters.items()}
+    twins = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
     for twin in twins.values():
         twin.grad = torch.empty_like(twin)
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # without accelerate's wrapper
-    # Copy the optimizers with other parameters and without their state.
-    replaced = {id(p): twins[name] for name, p in parameters.items()}
-    replaced |= {id(optimizer.state): defaultdict(dict) for optimizer in inner}
-    copies = [copy.deepcopy(optimizer, replaced) for optimizer in inner]
-    for twin in copies:
-        for group in twin.param_groups:  # the state is the same; the meta device has no fused step, and foreach is fast
+    optimizers = OPTIMIZERS[train.optimizer](train, twins)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:  # the state is the same; the meta device has no fused step, and foreach is fast
             group |= {key: value for key, value in {"fused": False, "foreach": True}.items() if key in group}
-        twin.step()
-    return get_state(copies, twins)
+        optimizer.step()
+    return get_state(optimizers, twins)

@@ -212,7 +212,7 @@ def restore_training_state(trainer: Trainer, checkpoint: Checkpoint, tensors: st
     for name, like in trainer.ema.states().items():
         store.check_tensors(folder / f"{name}.safetensors", getattr(tensors, name) or {}, like)
     state = tensors.optimizer.get("state", {})
-    optimizers.check_state(folder / "optimizer.pt", state, trainer.optimizers, trainer.parameters)
+    optimizers.check_state(folder / "optimizer.pt", state, trainer.cfg.train, trainer.parameters)
     if trainer.alignment is not None:
         hashes = checkpoint.state.get("encoder_hash"), trainer.alignment.encoder_hash
         # A hash ends with the encoder's precision, such as -bf16, which may change.

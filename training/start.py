@@ -118,7 +118,7 @@ def log_settings(trainer: Trainer, run: RunFolder) -> None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
     every, num_lengths = cfg.checkpoint.keep_every, len(train.ema_lengths)
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
-    states = optimizers.state_after_step(trainer.optimizers, trainer.parameters).values()
+    states = optimizers.state_after_step(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
     size = (4 * (2 + num_lengths) * num_parameters + moments) / 1e9  # float32 weights, EMA, train.ema_lengths; the optimizer
     snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
