@@ -81,15 +81,15 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
         return manifest.get("class_names")
 
 
-def find_all(root: Path, reads: Collection[str] | None = None) -> list[Checkpoint]:
+def find_all(root: Path, files: Collection[str] | None = None) -> list[Checkpoint]:
     """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile.
 
-    Damaged checkpoints are left out with a warning, unless all are damaged. Raises UserError on disk errors. `reads` lists the
+    Damaged checkpoints are left out with a warning, unless all are damaged. Raises UserError on disk errors. `files` lists the
     files that must be intact (see `store.verify`).
     """
     intact, problems = [], []
     for path in store.list_steps(root).values():
-        found = read_intact(path, reads, "it is left out")
+        found = read_intact(path, files, "it is left out")
         if isinstance(found, Checkpoint):
             intact.append(found)
         elif path.exists():
@@ -101,15 +101,15 @@ def find_all(root: Path, reads: Collection[str] | None = None) -> list[Checkpoin
     return intact
 
 
-def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Checkpoint | None, dict[Path, str]]:
+def find_newest(root: Path, files: Collection[str] | None = None) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raises UserError on disk errors.
 
-    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `reads` lists the files that must
+    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `files` lists the files that must
     be intact (see `store.verify`). Warn of newer checkpoints that `list_steps` does not find, because their folders were renamed.
     """
     problems: dict[Path, str] = {}
     while left := [path for path in store.list_steps(root).values() if path not in problems]:
-        found = read_intact(left[-1], reads, "looking for the next newest")
+        found = read_intact(left[-1], files, "looking for the next newest")
         if isinstance(found, Checkpoint):
             warn_of_renamed(root, found.step)
             return found, problems
@@ -119,7 +119,7 @@ def find_newest(root: Path, reads: Collection[str] | None = None) -> tuple[Check
     return None, problems
 
 
-def read_intact(folder: Path, reads: Collection[str] | None, what_next: str) -> Checkpoint | UserError:
+def read_intact(folder: Path, files: Collection[str] | None, what_next: str) -> Checkpoint | UserError:
     """Verify and read a checkpoint. Return what is wrong if it is damaged, or if a running trainer removes it meanwhile.
 
     Raises UserError if the disk cannot be read, or if this version does not read the files. `what_next` ends the warning about a
@@ -127,7 +127,7 @@ def read_intact(folder: Path, reads: Collection[str] | None, what_next: str) -> 
     """
     is_intact = False
     try:
-        store.verify(folder, reads)
+        store.verify(folder, files)
         is_intact = True
         return read_checkpoint(folder)
     except UserError as e:
@@ -150,17 +150,17 @@ def warn_of_renamed(root: Path, newest_step: int) -> None:
                 log.warning(message, folder, step, store.folder_name(step))
 
 
-def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = None) -> Checkpoint:
+def resolve_checkpoint(folder: Path, key: str, files: Collection[str] | None = None) -> Checkpoint:
     """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint.
 
-    `reads` lists the files that the caller reads (see `store.verify`).
+    `files` lists the files that the caller reads (see `store.verify`).
     """
     own_files = {*store.WEIGHTS.values(), *(f"{name}.safetensors" for name in store.OPTIONAL)}
     if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
         try:
-            store.verify(folder, reads)
+            store.verify(folder, files)
         except UserError:
             store.refuse_removed(folder)
             raise
@@ -168,7 +168,7 @@ def resolve_checkpoint(folder: Path, key: str, reads: Collection[str] | None = N
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{store.folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, problems = find_newest(folder / "checkpoints", reads)
+    newest, problems = find_newest(folder / "checkpoints", files)
     if newest is None:
         raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
     for problem in problems.values():

@@ -157,9 +157,9 @@ def read_listed_hashes(folder: Path) -> dict[str, str]:
         return {name: entry["blake2b"] for name, entry in manifest.items()}
 
 
-def files_for_sampling(weights: Iterable[str], with_tracked_ema: bool = False) -> list[str]:
+def files_for_sampling(weights: Iterable[str], needs_snapshots: bool = False) -> list[str]:
     """Return the files that sampling reads from a checkpoint. `weights` lists `ema` and `raw`."""
-    return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * with_tracked_ema
+    return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * needs_snapshots
 
 
 def refuse_removed(folder: Path) -> None:
@@ -168,19 +168,19 @@ def refuse_removed(folder: Path) -> None:
         raise UserError(f"{folder} was removed while it was read; run the same command again")
 
 
-def verify(folder: Path, reads: Collection[str] | None = None) -> None:
+def verify(folder: Path, files: Collection[str] | None = None) -> None:
     """Check a checkpoint's files against the manifest, and the folder name against the stored step.
 
     Args:
-        reads: Files to check besides READ_ALWAYS, if the manifest lists them. None checks all files. Other files may be missing.
+        files: Files to check besides READ_ALWAYS, if the manifest lists them. None checks all files. Other files may be missing.
 
     Raises UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
     """
     listed = read_listed_hashes(folder)
     expected = dict.fromkeys(FILES) | listed
-    if reads is not None:
-        expected = {name: digest for name, digest in expected.items() if name in (*READ_ALWAYS, *reads)}
+    if files is not None:
+        expected = {name: digest for name, digest in expected.items() if name in (*READ_ALWAYS, *files)}
     with log_if_slow(log, "comparing %s with its checksums", folder):
         for file, digest in ((folder / name, digest) for name, digest in expected.items()):
             with as_user_error(file):

@@ -78,8 +78,8 @@ class SamplePlan:
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
-    reads = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
-    checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", reads)
+    files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
+    checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run, names = checkpoint.config, read_class_names(checkpoint)
     machine = fill(cfg.machine, dict(run.machine))
     log_compile_mode(machine.compile, device)

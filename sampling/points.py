@@ -131,10 +131,10 @@ def plan_images_on_disk(cfg: FidConfig) -> EvaluationPlan:
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
     """Find the checkpoints that the command names, and verify the files that sampling reads."""
-    reads = store.files_for_sampling(as_list(cfg.sampling.weights or "ema"), cfg.sampling.ema_length is not None)
+    files = store.files_for_sampling(as_list(cfg.sampling.weights or "ema"), cfg.sampling.ema_length is not None)
     if cfg.checkpoints is None:
-        return [resolve_checkpoint(Path(folder), "checkpoint", reads) for folder in as_list(cfg.checkpoint)]
-    found = find_all(Path(cfg.checkpoints) / "checkpoints", reads)
+        return [resolve_checkpoint(Path(folder), "checkpoint", files) for folder in as_list(cfg.checkpoint)]
+    found = find_all(Path(cfg.checkpoints) / "checkpoints", files)
     if not found:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
     return found

@@ -370,14 +370,14 @@ def test_a_checkpoint_that_training_removes_after_its_verification_is_passed_ove
     save(tmp_path, 1, 2)
     verify, newest = store.verify, tmp_path / store.folder_name(2)
 
-    def train_on(folder, reads=None):
-        verify(folder, reads)
+    def train_on(folder, files=None):
+        verify(folder, files)
         shutil.rmtree(newest, ignore_errors=True)
 
     monkeypatch.setattr(store, "verify", train_on)
     assert find_newest(tmp_path)[0].step == 1 and "looking for the next newest" in caplog.text
     save(tmp_path, 2)
-    monkeypatch.setattr(store, "verify", lambda folder, reads=None: folder == newest and train_on(folder, reads))
+    monkeypatch.setattr(store, "verify", lambda folder, files=None: folder == newest and train_on(folder, files))
     assert [found.step for found in find_all(tmp_path)] == [1] and f"{newest} was removed while it was read; it is" in caplog.text
     monkeypatch.undo()
     (tmp_path / store.folder_name(1) / "config.yaml").write_text("format: 2\n")
