@@ -140,12 +140,12 @@ class Results:
             self._is_writable = False
             log.warning("%s; the results of this run are printed, but not stored", e)
 
-    def check(self) -> Results:
+    def ensure_writable(self) -> Results:
         """Raise UserError if the folder cannot be written, unless it is optional. Call it before evaluations, which take long."""
-        self.attempt(self._check)
+        self.attempt(self._refuse_unwritable)
         return self
 
-    def _check(self) -> None:
+    def _refuse_unwritable(self) -> None:
         refuse_link(self.folder), refuse_link(self.file)
         unowned = [name for name in ("results.md", "results.csv", "results.png") if (self.folder / name).exists()]
         if unowned and not self.file.exists() and self.run is None:

@@ -93,7 +93,7 @@ def why_no_cuda_graph(cfg, device: torch.device, num_processes: int) -> str | No
 def check_machine(cfg, device: torch.device, num_processes: int) -> None:
     """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
     train = cfg.train
-    log_compile_mode(cfg.machine.compile, device)
+    check_compile_mode(cfg.machine.compile, device)
     reason = why_no_cuda_graph(cfg, device, num_processes)
     if reason and train.cuda_graphs == "step":
         raise UserError(f"train.cuda_graphs=step: {reason}; set train.cuda_graphs=none")
@@ -105,8 +105,8 @@ def check_machine(cfg, device: torch.device, num_processes: int) -> None:
         raise UserError(f"train.precision=bf16: {torch.cuda.get_device_name(device)} has no bfloat16; use train.precision=fp32")
 
 
-def log_compile_mode(mode: str, device: torch.device) -> None:
-    """Log that compilation slows the first step, or warn that `auto` cannot compile on this GPU."""
+def check_compile_mode(mode: str, device: torch.device) -> None:
+    """Raise UserError if blocks cannot be compiled. Log that compiling slows the first step, or that `auto` does not compile."""
     if resolve_compile(mode, device) == "blocks":
         log.info("machine.compile=%s: the first step takes up to a minute longer, once", mode)
     elif mode == "auto" and device.type == "cuda":

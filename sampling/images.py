@@ -36,7 +36,7 @@ from common.progress import progress_bar
 from configs.schema import ImageSettings, Labels, Machine, SampleConfig, differences, parse_numbers
 from configs.settings import fill, nearest, read_stored
 from evaluations.images import write_npz
-from runtime.compilation import log_compile_mode
+from runtime.compilation import check_compile_mode
 from runtime.processes import Seen, see_file, wait_for_all
 from sampling.recipe import Recipe, sampler_settings, see_weak_checkpoints
 from sampling.sampler import ImageSampler, draw_labels
@@ -82,7 +82,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run, names = checkpoint.config, read_class_names(checkpoint)
     machine = fill(cfg.machine, dict(run.machine))
-    log_compile_mode(machine.compile, device)
+    check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.choice(run))
     classes = cfg.classes and class_numbers(cfg.classes, names, run.data.path)
     labels = choose_labels(choose_seeds(cfg), classes, recipe.sampling.labels, run.data.num_classes)

@@ -25,7 +25,7 @@ from evaluations.record import Evaluation, Results
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
-from runtime.compilation import log_compile_mode
+from runtime.compilation import check_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
@@ -105,7 +105,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
     machine = fill(cfg.machine, dict(recipes[0].run.machine))
-    log_compile_mode(machine.compile, device)
+    check_compile_mode(machine.compile, device)
     sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
     if len(sizes) > 1:
         raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
@@ -252,7 +252,7 @@ def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[
     """Return the results of each checkpoint, in `output` or else in its run. Several folders are optional: each may fail."""
     folders = {checkpoint: given_output(output) or results_folder(checkpoint) for checkpoint in checkpoints}
     runs = {folder: None if output else checkpoint.run for checkpoint, folder in folders.items()}
-    opened = {folder: Results(folder, run, is_optional=len(runs) > 1).check() for folder, run in runs.items()}
+    opened = {folder: Results(folder, run, is_optional=len(runs) > 1).ensure_writable() for folder, run in runs.items()}
     return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
 
@@ -262,7 +262,7 @@ def point_of_images(cfg: FidConfig, images: ImageSet, evaluation: SharedEvaluati
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
     planned = Evaluation(settings=settings | scoring_settings(evaluation, reference))
-    return Point(planned, Results(output).check(), columns_of(planned))
+    return Point(planned, Results(output).ensure_writable(), columns_of(planned))
 
 
 def given_output(output: str | None) -> Path | None:

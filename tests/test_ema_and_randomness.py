@@ -82,16 +82,16 @@ def test_a_run_that_lacks_the_key_of_its_ema_schedule_resumes_with_its_warm_up_a
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
 
 
-def draws(seed=0, step=0, stream="diffusion", part=slice(0, 8)):
-    random = StepRandom(seed, step, stream, 8, part, CPU)
+def draws(seed=0, step=0, stream="diffusion", rows=slice(0, 8)):
+    random = StepRandom(seed, step, stream, 8, rows, CPU)
     return random.randn(2), random.rand()
 
 
 def test_random_numbers_of_a_sample_do_not_depend_on_its_micro_batch():
     normal, uniform = draws()
-    for part in (slice(0, 4), slice(4, 8), slice(5, 6)):
-        part_normal, part_uniform = draws(part=part)
-        assert torch.equal(part_normal, normal[part]) and torch.equal(part_uniform, uniform[part])
+    for rows in (slice(0, 4), slice(4, 8), slice(5, 6)):
+        part_normal, part_uniform = draws(rows=rows)
+        assert torch.equal(part_normal, normal[rows]) and torch.equal(part_uniform, uniform[rows])
 
 
 def test_seeds_steps_and_streams_are_independent_and_a_seed_is_the_same_number_in_every_type():

@@ -267,7 +267,7 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
     assert results.find(record("a.npz", 0.0, images_hash="other images")) is None
     (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
     with pytest.raises(UserError, match="results.md was not written by fid.py"):
-        Results(tmp_path).check()
+        Results(tmp_path).ensure_writable()
 
 
 def test_usual_values_compare_as_if_they_were_missing(tmp_path):
@@ -500,7 +500,7 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
 def test_a_results_file_that_is_a_link_is_refused_before_the_evaluations(tmp_path):
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
     with pytest.raises(UserError, match="results.jsonl is a link, and nothing is written through links"):
-        Results(tmp_path).check()
+        Results(tmp_path).ensure_writable()
 
 
 def test_a_command_that_fails_leaves_no_folder(edm, fid, tmp_path, monkeypatch):

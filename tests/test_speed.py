@@ -19,7 +19,7 @@ from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
 from routing_module import Route
 from runtime import compilation, machine
-from runtime.compilation import check_machine, checkpoint_activations, compile_network, log_compile_mode, resolve_compile
+from runtime.compilation import check_compile_mode, check_machine, checkpoint_activations, compile_network, resolve_compile
 from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
 from training.trainer import Trainer
@@ -216,7 +216,7 @@ def test_auto_compiles_blocks_on_a_gpu_and_nothing_on_a_cpu(monkeypatch, tmp_pat
     assert resolve_compile("auto", GPU) == "blocks" and resolve_compile("auto", CPU) == "none"
     for mode in ("none", "blocks"):
         assert {resolve_compile(mode, device) for device in (CPU, GPU)} == {mode}
-        log_compile_mode(mode, CPU)
+        check_compile_mode(mode, CPU)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing(monkeypatch, caplo
     monkeypatch.delenv("CC", raising=False)
     prepare(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        log_compile_mode("auto", GPU)
+        check_compile_mode("auto", GPU)
     assert resolve_compile("auto", GPU) == "none" and "machine.compile=auto does not compile" in caplog.text
-    log_compile_mode("none", GPU)
+    check_compile_mode("none", GPU)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_without_triton_or_its_compiler_auto_compiles_nothing(monkeypatch, caplo
 )
 def test_compiled_blocks_without_a_compiler_are_refused(monkeypatch, device, needs):
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
-    for check in (resolve_compile, log_compile_mode):  # train.py, fid.py and sample.py call the second before slow work
+    for check in (resolve_compile, check_compile_mode):  # train.py, fid.py and sample.py call the second before slow work
         with pytest.raises(UserError, match=f"machine.compile=blocks needs {needs}.*; install it, or set machine.compile=none"):
             check("blocks", device)
     assert resolve_compile("none", device) == "none"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def build_hooks(
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, partial(checkpoints.check, wait=False)), checkpoints]
+    active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
     active += ema.hooks(run, cfg.train.ema_snapshot_every)
     decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if plan.recipes else None
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))

@@ -36,14 +36,14 @@ class LogMetrics(Hook):
 
     run: RunFolder
     every: int
-    check: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
+    raise_write_error: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
     measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # the `STEP_METRICS` of the last step
 
     def measure(self, trainer: Trainer) -> None:
         self.measured = {name: metric(trainer) for name, metric in STEP_METRICS.items()}
 
     def __call__(self, trainer: Trainer) -> None:
-        self.check()
+        self.raise_write_error()
         if trainer.step == trainer.first_step:
             return
         record = trainer.pop_metrics() | {name: float(value) for name, value in self.measured.items()}

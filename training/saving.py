@@ -56,7 +56,7 @@ class CheckpointHook(Hook):
     def __call__(self, trainer: Trainer) -> None:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
-        self.check(wait=True)
+        self.raise_write_error(wait=True)
         trainer.reduce_losses()  # the checkpoint stores the losses of all processes
         norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
         if not norm.isfinite():
@@ -89,7 +89,7 @@ class CheckpointHook(Hook):
         with contextlib.suppress(OSError):  # the disk may be full now
             self.run.has_saved.touch()
 
-    def check(self, wait: bool) -> None:
+    def raise_write_error(self, wait: bool = False) -> None:
         """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.
 
         If `wait` is False, the error of an unfinished write surfaces in a later call.
@@ -104,7 +104,7 @@ class CheckpointHook(Hook):
 
     def finish(self, trainer: Trainer) -> None:
         self(trainer)
-        self.check(wait=True)
+        self.raise_write_error(wait=True)
 
     def close(self) -> None:
         """Wait for the write in progress, so that an error elsewhere does not interrupt it."""

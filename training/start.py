@@ -75,7 +75,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     tracking.check_folder(run, cfg.wandb.mode)
     settings, evaluated, reference, scoring = cfg.evaluation, [], None, {}
     if settings.every:
-        run.results.check()
+        run.results.ensure_writable()
     grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
     if settings.every and not (settings.validation and settings.reference is None):
         for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):

@@ -69,17 +69,17 @@ class StepRandom(SampleRandom):
 
     GPUs with other numbers of multiprocessors draw other numbers, and so do CPUs.
 
-    Every process draws numbers for the global batch on its device and returns those of its micro-batch, the slice `part` of the
+    Every process draws numbers for the global batch on its device and returns those of its micro-batch, the `rows` of the
     global batch. Checkpoints therefore need no random state, and the number of processes or micro-batches does not matter.
     Additional draws from one stream do not change other streams.
     """
 
-    def __init__(self, seed: int, step: int, stream: str, batch_size: int, part: slice, device: torch.device):
-        self.batch_size, self.part, self.device = batch_size, part, device
+    def __init__(self, seed: int, step: int, stream: str, batch_size: int, rows: slice, device: torch.device):
+        self.batch_size, self.rows, self.device = batch_size, rows, device
         self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
-        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.part]
+        return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
 
 
 class Trainer:
@@ -159,9 +159,9 @@ class Trainer:
         """
         cfg, compute_gradients = self.cfg, self.graph or self.compute_gradients
         losses_of_step = torch.zeros_like(self.loss_sums)
-        for m, (part, micro_batch) in enumerate(zip(self.slices, micro_batches)):
+        for m, (rows, micro_batch) in enumerate(zip(self.slices, micro_batches)):
             is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
-            random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, part=part, device=self.device)
+            random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, rows=rows, device=self.device)
             stored, labels, *images = micro_batch
             patches = [self.alignment.encode(x.to(self.device, non_blocking=True)) for x in images]
             with contextlib.ExitStack() as stack:

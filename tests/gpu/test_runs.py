@@ -111,7 +111,7 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
         for _ in range(2):  # while the checkpoint is written, if the write has begun
             trainer.train_step(next(batches))
         may_write.set()
-    saving.check(wait=True)
+    saving.raise_write_error(wait=True)
     run.close()
     assert begun == [3, 8]
     for step, values in expected.items():
