@@ -69,9 +69,9 @@ def main(cfg: TrainConfig) -> float | None:
 
     # Load the checkpoint, and train.
     if plan.newest is not None:
-        saving.resume(trainer, plan.newest)
+        saving.restore(trainer, plan.newest)
     elif plan.initial is not None:
-        saving.init_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
+        saving.start_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
     processes.on_main(partial(record_start, trainer, run, plan))
     processes.check_new_file("output_dir", run.lock_file)
     if accelerator.is_main_process:

@@ -118,7 +118,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Resume a run from its checkpoint."""
     folder, state = checkpoint.path, read_trainer_state(checkpoint)
     if state.data != trainer.dataset.hash:
@@ -143,7 +143,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
         log.warning(message, trainer.step, now, before)
 
 
-def init_from(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
+def start_from(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
     """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step.
 
     `class_names` are the names of the classes of the other run, or None if they are unknown.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.provenance import describe_start
-from checkpoints.resume import changes_on_resume, open_existing_run, select_initial_checkpoint, start_run
 from checkpoints.run import RunFolder
+from checkpoints.starting import changes_on_resume, open_existing_run, select_initial_checkpoint, start_run
 from common.errors import UserError
 from common.files import append_line
 from configs.schema import TrainConfig
