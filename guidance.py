@@ -123,10 +123,10 @@ def sparse(
     if not has_one_network and any(weak_ratios) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
         both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_route_noise_shape, inputs.route_noise_shape))
         raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
-    for low, high in zip(strong_ratios, weak_ratios):
-        if num_kept_tokens(N, high) >= num_kept_tokens(N, low) and has_one_network:
+    for strong, weak in zip(strong_ratios, weak_ratios):
+        if num_kept_tokens(N, weak) >= num_kept_tokens(N, strong) and has_one_network:
             moved = " at each noise level" if is_moving else ""
-            raise ValueError(f"r_weak={high:.4g} must keep fewer of the {N} tokens than r_strong={low:.4g}{moved}")
+            raise ValueError(f"r_weak={weak:.4g} must keep fewer of the {N} tokens than r_strong={strong:.4g}{moved}")
 
     def ratios_at(level: Tensor) -> tuple[float, float]:
         if not is_moving:
