@@ -213,7 +213,7 @@ class Autoguidance(Bounded):
     w: FiniteFloat
 
 
-Guidance = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
+GuidanceSettings = Annotated[Disabled | CFG | Interval | PathDrop | Sparse | Autoguidance, Field(discriminator="name")]
 
 
 def combinations(chosen_from: object) -> list[dict]:
@@ -225,7 +225,7 @@ def combinations(chosen_from: object) -> list[dict]:
     return [dict(zip(chosen_from, chosen)) for chosen in itertools.product(*map(as_list, chosen_from.values()))]
 
 
-Guidances = Annotated[list[Guidance], BeforeValidator(combinations), Field(min_length=1)]  # the keys of the group may be lists
+Guidances = Annotated[list[GuidanceSettings], BeforeValidator(combinations), Field(min_length=1)]  # keys may have lists of values
 
 
 class Train(Settings):
@@ -423,7 +423,7 @@ class Choice(NamedTuple):
 
     sampler: dict[str, Any]
     sampling: SamplingFromCheckpoint
-    guidance: Guidance
+    guidance: GuidanceSettings
 
 
 class _Command(Settings):
@@ -441,7 +441,7 @@ class SampleConfig(_Command):
     classes: Classes | None
     npz: bool
     sampling: SamplingFromCheckpoint
-    guidance: Guidance | None = None
+    guidance: GuidanceSettings | None = None
 
     def choice(self, run: TrainConfig) -> Choice:
         return Choice(self.sampler, self.sampling, self.guidance or run.guidance[-1])
@@ -456,7 +456,7 @@ class ImageSettings(Settings):
     labels: Labels | None
     classes: list[int] | None
     autoencoder: AutoencoderSpec
-    guidance: Guidance
+    guidance: GuidanceSettings
     sampler: dict[str, Any]
     precision: Precision
     rounding: Rounding

@@ -47,7 +47,7 @@ class Recipe:
     run: schema.TrainConfig
     sampler: schema.Sampler
     sampling: schema.SamplingFromCheckpoint
-    guidance: schema.Guidance
+    guidance: schema.GuidanceSettings
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
     average: Any = None
@@ -75,7 +75,7 @@ class Recipe:
         return cls(run, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
 
     @classmethod
-    def in_training(cls, run: schema.TrainConfig, guidance: schema.Guidance) -> Recipe:
+    def in_training(cls, run: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
         sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run))
         return cls(run, run.sampler, sampling, **find_files(guidance, sampling.autoencoder, run))
@@ -138,7 +138,7 @@ def sampling_in_training(run: schema.TrainConfig) -> dict[str, Any]:
     return {"weights": "ema", "ema_length": None, **dict(run.sampling)}
 
 
-def find_files(guidance: schema.Guidance, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
+def find_files(guidance: schema.GuidanceSettings, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
     """Find the files of a recipe besides its own network. Return the fields `guidance`, `weak` and `autoencoder_hash`."""
     if weak := find_weak_checkpoint(guidance, run):
         guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
@@ -167,7 +167,7 @@ def sampler_settings(sampler: schema.Sampler) -> dict[str, object]:
     return {key: x for key, x in vars(sampler).items() if key == "num_steps" or x != default[key]}
 
 
-def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
+def guidance_settings(settings: schema.GuidanceSettings) -> dict[str, object]:
     """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}
@@ -178,13 +178,13 @@ def guidance_settings(settings: schema.Guidance) -> dict[str, object]:
     return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
 
 
-def build_guidance(settings: schema.Guidance) -> guidance.Guidance:
+def build_guidance(settings: schema.GuidanceSettings) -> guidance.Guidance:
     """Build the guidance function from its settings. `guidance.GuidanceInputs` contains the weak network."""
     return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def check_guidance(
-    settings: schema.Guidance, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
+    settings: schema.GuidanceSettings, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
 ) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
@@ -229,7 +229,7 @@ def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
     return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
-def find_weak_checkpoint(settings: schema.Guidance, run: schema.TrainConfig) -> Checkpoint | None:
+def find_weak_checkpoint(settings: schema.GuidanceSettings, run: schema.TrainConfig) -> Checkpoint | None:
     """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network.
 
     Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.

@@ -55,7 +55,7 @@ def readme(key):
 CODE = {
     "model": set(schema.NETWORKS),
     "diffusion": set(schema.DIFFUSIONS),
-    "guidance": names_of(schema.Guidance),
+    "guidance": names_of(schema.GuidanceSettings),
     "alignment": names_of(schema.Alignment),
     "data": {file.stem for file in (CONFIGS / "data").glob("*.yaml")},
     "model.selection": literals(schema.Model.model_fields["selection"].annotation),
