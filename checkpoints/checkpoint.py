@@ -37,7 +37,7 @@ class Checkpoint:
     state: dict = field(compare=False)
 
     @property
-    def run(self) -> Path | None:
+    def run_folder(self) -> Path | None:
         """Folder of the run that contains the checkpoint, or None if the checkpoint is not in a folder named checkpoints."""
         parent = self.path.resolve().parent
         return parent.parent if parent.name == "checkpoints" else None

@@ -114,12 +114,12 @@ class Results:
 
     Args:
         folder: Folder of results.jsonl, the tables and the plot. It must not be a link.
-        run: Folder of the run that owns the folder, if there is one.
+        run_folder: Folder of the run that owns the folder, if there is one.
         is_optional: If the folder cannot be written, only log a warning, and keep new results in memory.
     """
 
-    def __init__(self, folder: Path, run: Path | None = None, is_optional: bool = False):
-        self.folder, self.file, self.run = folder, folder / "results.jsonl", run
+    def __init__(self, folder: Path, run_folder: Path | None = None, is_optional: bool = False):
+        self.folder, self.file, self.run_folder = folder, folder / "results.jsonl", run_folder
         self._is_optional, self._is_writable = is_optional, True
         self._stored: tuple[int, list[Evaluation]] = (0, [])  # the size of results.jsonl when it was read last, and its records
         self._unstored: list[Evaluation] = []  # records that could not be written
@@ -127,7 +127,7 @@ class Results:
     @property
     def reference_cache(self) -> Path:
         """Folder for the features of references, next to the runs, because several runs often use the same reference."""
-        return (self.run.parent if self.run else self.folder) / "reference_features"
+        return (self.run_folder.parent if self.run_folder else self.folder) / "reference_features"
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Call `action`, which writes into the folder. If the folder is optional, the first UserError ends all writing."""
@@ -148,7 +148,7 @@ class Results:
     def _refuse_unwritable(self) -> None:
         refuse_link(self.folder), refuse_link(self.file)
         unowned = [name for name in ("results.md", "results.csv", "results.png") if (self.folder / name).exists()]
-        if unowned and not self.file.exists() and self.run is None:
+        if unowned and not self.file.exists() and self.run_folder is None:
             raise UserError(f"{self.folder / unowned[0]} was not written by fid.py; choose another output=")
         try:  # only a result creates the folder
             with TemporaryFile(dir=next(path for path in (self.folder, *self.folder.parents) if path.exists())) as file:
@@ -169,7 +169,7 @@ class Results:
 
     def find(self, wanted: Evaluation) -> Evaluation | None:
         """Return the record of an evaluation, or None if it is still to do."""
-        is_own = self.run is not None and self.run.name == wanted.run
+        is_own = self.run_folder is not None and self.run_folder.name == wanted.run
         return next((record for record in self.records if record.answers(wanted, is_own)), None)
 
     @contextlib.contextmanager

@@ -42,17 +42,17 @@ def gamma_from_length(length: float) -> float:
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
 
 
-def list_snapshots(run: Path | None) -> dict[int, Path]:
+def list_snapshots(run_folder: Path | None) -> dict[int, Path]:
     """Return the snapshot files of a run by step, in ascending order. File names contain the step and a hash of the content."""
     pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
-    files = (run / SNAPSHOTS).glob("*") if run else ()
+    files = (run_folder / SNAPSHOTS).glob("*") if run_folder else ()
     return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
 def fit_snapshots(checkpoint: Checkpoint, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
     """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `fit_profile`."""
     step, lengths = checkpoint.step, checkpoint.config.train.ema_lengths
-    files = {t: file for t, file in list_snapshots(checkpoint.run).items() if t < step}
+    files = {t: file for t, file in list_snapshots(checkpoint.run_folder).items() if t < step}
     files[step] = checkpoint.path / f"{TRACKED_EMA}.safetensors"
     return files, lengths, *fit_profile([(t, x) for t in files for x in lengths], (step, length))
 

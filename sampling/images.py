@@ -206,7 +206,7 @@ def default_output(checkpoint: Checkpoint, settings: ImageSettings, recipe: Reci
     """
     guidance, steps = settings.guidance, settings.sampler["num_steps"]
     scale = "".join(f"{getattr(guidance, key):g}" for key in ("cfg_scale", "w") if hasattr(guidance, key))
-    parent = refuse_link((checkpoint.run or checkpoint.path.resolve().parent) / "generated")
+    parent = refuse_link((checkpoint.run_folder or checkpoint.path.resolve().parent) / "generated")
     name = f"{checkpoint.path.name}_{settings.weights}_{guidance.name}{scale}_{steps}steps_"
     for folder in sorted(parent.iterdir() if parent.is_dir() else ()):
         with contextlib.suppress(UserError):  # other folders

@@ -221,7 +221,7 @@ def evaluations_of_recipes(
     planned: list[tuple[Evaluation, Recipe]] = []
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
-        name = (checkpoint.run or folder.resolve().parent).name
+        name = (checkpoint.run_folder or folder.resolve().parent).name
         evaluation = Evaluation(
             # What training measured at a step is not that of another folder with this step, such as a backup.
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
@@ -251,7 +251,7 @@ def points_of_checkpoints(cfg: FidConfig, planned: Sequence[tuple[Evaluation, Re
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:
     """Return the results of each checkpoint, in `output` or else in its run. Several folders are optional: each may fail."""
     folders = {checkpoint: given_output(output) or results_folder(checkpoint) for checkpoint in checkpoints}
-    runs = {folder: None if output else checkpoint.run for checkpoint, folder in folders.items()}
+    runs = {folder: None if output else checkpoint.run_folder for checkpoint, folder in folders.items()}
     opened = {folder: Results(folder, run, is_optional=len(runs) > 1).ensure_writable() for folder, run in runs.items()}
     return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
@@ -278,7 +278,7 @@ def folder_for_images(images: str) -> Path:
 def results_folder(checkpoint: Checkpoint) -> Path:
     """Return <run>/evaluations for a checkpoint in a run, or a folder next to a checkpoint outside any run."""
     path = checkpoint.path.resolve()
-    folder = (checkpoint.run or path.parent) / "evaluations"
+    folder = (checkpoint.run_folder or path.parent) / "evaluations"
     if folder == REPOSITORY / "evaluations":  # this folder contains source code, not results
         return path.with_name(f"{path.name}_evaluations")
     return folder

@@ -194,7 +194,7 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
     save(run / "checkpoints", 10, 20)
     newest = run / "checkpoints" / "step_0000020"
     assert resolve_checkpoint(run, "init_from") == resolve_checkpoint(newest, "init_from") == read_checkpoint(newest)
-    assert read_checkpoint(newest).run == run
+    assert read_checkpoint(newest).run_folder == run
     for wrong in (run / "checkpoints", newest / "ema.safetensors", run / "metrics.jsonl", tmp_path / "rnu", tmp_path):
         with pytest.raises(UserError, match=f"^init_from: {wrong} is not the folder of a run or of a complete c"):
             resolve_checkpoint(wrong, "init_from")

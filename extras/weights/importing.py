@@ -108,9 +108,9 @@ def import_weights(
         statistics = read_channel_statistics(Path(latents_stats), data["in_channels"])
     data["latents_mean"], data["latents_std"] = statistics
     # Use float32, because the published scores also used float32.
-    run = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
-    run["sampling"] = {"autoencoder": autoencoder}
-    cfg = build_config(kind, sizes | run)
+    chosen = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
+    chosen["sampling"] = {"autoencoder": autoencoder}
+    cfg = build_config(kind, sizes | chosen)
     with torch.device("meta"):
         like = cfg.model.build(cfg.data).state_dict()
     model, ema = (with_null_row(state, data["num_classes"]) for state in (model, ema))
