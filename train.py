@@ -41,7 +41,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training import build, saving, tracking
     from training.hooks import lowest_metric
     from training.parallel import check_processes
-    from training.start import plan_training, record_start
+    from training.start import begin_run, plan_training
     from training.stop import call_previous_handler, wait_to_be_killed
     from training.trainer import Trainer
 
@@ -72,7 +72,7 @@ def main(cfg: TrainConfig) -> float | None:
         saving.restore(trainer, plan.newest)
     elif plan.initial is not None:
         saving.start_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
-    processes.on_main(partial(record_start, trainer, run, plan))
+    processes.on_main(partial(begin_run, trainer, run, plan))
     processes.check_new_file("output_dir", run.lock_file)
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)

@@ -6,6 +6,8 @@ import logging
 import shutil
 from dataclasses import dataclass
 
+from torch import nn
+
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.provenance import describe_start
@@ -87,36 +89,57 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)
 
 
-def record_start(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
+def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
     Raises UserError if the disk has no room for a checkpoint.
     """
     cfg, accelerator, newest = trainer.cfg, trainer.accelerator, plan.newest
+    is_complete = trainer.step >= cfg.train.num_steps
     if newest is None:
         start_run(run, cfg)
-    if trainer.step < cfg.train.num_steps:  # a complete run keeps its stored configuration
+    if not is_complete:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
         changed = [] if newest is None else changes_on_resume(newest.config, cfg)
         append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, plan.initial))
     run.delete_results_after(trainer.step)
-    log_settings(trainer, run)
+    log_model_and_data(trainer, run)
+    if is_complete:
+        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)
+    else:
+        check_disk_space(trainer, run)
+        log_training(trainer)
 
 
-def log_settings(trainer: Trainer, run: RunFolder) -> None:
-    """Log the main settings of a run and the disk space that its checkpoints need. Refuse a disk without room for one."""
-    cfg, net, data, train, device = trainer.cfg, trainer.net, trainer.dataset, trainer.cfg.train, trainer.device
-    num_parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+def log_model_and_data(trainer: Trainer, run: RunFolder) -> None:
+    cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     skipped = f"of {net.num_tokens} tokens ({cfg.model.selection}) skip blocks"
     routes = [f"{r.selection_ratio:.0%} {skipped} {r.start_layer_idx} to {r.end_layer_idx}" for r in net.router.routes]
-    shape = f"{data.channels}x{data.height}x{data.width}"
+    shape, millions = f"{data.channels}x{data.height}x{data.width}", num_trained_parameters(net) / 1e6
     log.info("run    %s", run.path)
-    log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, num_parameters / 1e6, ", ".join(routes) or "no routes")
+    log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, millions, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
     if trainer.alignment is not None:
         log.info("align  block %d to %s, weight %g", cfg.alignment.block, cfg.alignment.encoder, cfg.alignment.weight)
-    every, num_lengths = cfg.checkpoint.keep_every, len(train.ema_lengths)
+
+
+def log_training(trainer: Trainer) -> None:
+    cfg, train, device = trainer.cfg, trainer.cfg.train, trainer.device
+    schedule = f"batch {train.batch_size}, {train.optimizer}, lr {train.lr:g} ({train.schedule})"
+    machine = f"{trainer.accelerator.num_processes} x {device.type}"
+    numerics = [train.precision, *([f"tf32={cfg.machine.tf32}"] if device.type == "cuda" else [])]
+    numerics += [f"compile={resolve_compile(cfg.machine.compile, device)}", *(["cuda_graphs=step"] if trainer.graph else [])]
+    log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, ", ".join(numerics))
+
+
+def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
+    """Log the disk space that the checkpoints of a run need, and warn if there is less.
+
+    Raises UserError if the disk has no room for a checkpoint and holds none: a save may remove stored ones first.
+    """
+    cfg, train = trainer.cfg, trainer.cfg.train
+    num_parameters, num_lengths, every = num_trained_parameters(trainer.net), len(train.ema_lengths), cfg.checkpoint.keep_every
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
     states = optimizers.state_after_step(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
@@ -125,17 +148,13 @@ def log_settings(trainer: Trainer, run: RunFolder) -> None:
     needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
     num_stored = len(store.list_steps(run.checkpoints))
-    if trainer.step < train.num_steps and free < size and not num_stored:  # a save may remove stored ones first
+    if free < size and not num_stored:
         problem = f"the disk of {run.path} has {free:.3g} GB free, and a checkpoint needs {size:.3g} GB"
         raise UserError(f"{problem}; free space, or choose another output_dir=...")
     if needed > free + size * num_stored:
         message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
         log.warning(message, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
-    if trainer.step >= train.num_steps:
-        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, train.num_steps)
-        return
-    schedule = f"batch {train.batch_size}, {train.optimizer}, lr {train.lr:g} ({train.schedule})"
-    machine = f"{trainer.accelerator.num_processes} x {device.type}"
-    numerics = [train.precision, *([f"tf32={cfg.machine.tf32}"] if device.type == "cuda" else [])]
-    numerics += [f"compile={resolve_compile(cfg.machine.compile, device)}", *(["cuda_graphs=step"] if trainer.graph else [])]
-    log.info("train  steps %d to %d, %s, %s, %s", trainer.step, train.num_steps, schedule, machine, ", ".join(numerics))
+
+
+def num_trained_parameters(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters() if p.requires_grad)
