@@ -30,8 +30,8 @@ def main(cfg: FidConfig) -> float | None:
     """
     from runtime.machine import start_accelerator, use_machine
     from runtime.processes import check_same, on_main
-    from sampling.evaluation import evaluate_points, write_results
-    from sampling.points import plan_evaluations
+    from sampling.fid_plan import plan_evaluations
+    from sampling.fid_run import evaluate_points, write_results
 
     keys = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
     if len(keys) != 1:

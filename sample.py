@@ -24,7 +24,7 @@ def main(cfg: SampleConfig) -> None:
     """Sample the images that are missing in the output folder, and write the grid."""
     from runtime.machine import start_accelerator, use_machine
     from runtime.processes import check_new_file, check_same, on_main
-    from sampling.images import SETTINGS, make_images, plan_images
+    from sampling.sample_command import SETTINGS, make_images, plan_images
 
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     with contextlib.ExitStack() as stack:  # the main process locks the output folder

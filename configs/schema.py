@@ -80,7 +80,8 @@ CheckpointPath = Text  # checkpoint folder, or a run folder to select its newest
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
-# Entries as the user wrote them, which `sampling.images.class_numbers` reads: the number 2 is not the text "2", perhaps a name.
+# Entries as the user wrote them, which `sampling.sample_command.class_numbers` reads: the number 2 is not the text "2", which may
+# be a name.
 Classes = Annotated[
     list[int | str], Field(min_length=1), BeforeValidator(lambda spec: [x if type(x) is int else str(x) for x in as_list(spec)])
 ]

@@ -26,7 +26,7 @@ from evaluations.suite import metrics_for
 from evaluations.tables import EvaluationTable, columns_of, differ, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
-from sampling import evaluation, points
+from sampling import fid_plan, fid_run
 from sampling.sampler import ImageSampler
 from training.trainer import Trainer
 
@@ -339,7 +339,7 @@ def test_each_run_keeps_its_own_results_if_a_command_compares_several(edm, sit, 
     (read,), problems = read_runs([runs[1]])
     assert not problems and 70 in {measure.num_samples for measure in read.figures}
 
-    monkeypatch.setattr(evaluation.PointRunner, "evaluate", lambda *arguments: pytest.fail("this point has a result"))
+    monkeypatch.setattr(fid_run.PointRunner, "evaluate", lambda *arguments: pytest.fail("this point has a result"))
     assert evaluate("b").count("\n") == 2 and evaluate("a", "b") == both
     assert [line.split()[0] for line in evaluate("b", "a").splitlines()[1:]] == ["b", "a"]
     assert [list(stored(run)) for run in runs] == [["a"], ["b"]]
@@ -413,7 +413,7 @@ def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the
 
 
 def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, monkeypatch, caplog):
-    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], evaluation.PointRunner.evaluate, []
+    sweep, score, evaluated = ["out", f"checkpoints={edm}", "evaluation.num_samples=4"], fid_run.PointRunner.evaluate, []
 
     def recorded(runner, point, *others):
         evaluated.append(point.planned.step)
@@ -421,7 +421,7 @@ def test_a_command_skips_the_points_that_another_one_stores_meanwhile(edm, fid, 
             fid(*sweep)
         return score(runner, point, *others)
 
-    monkeypatch.setattr(evaluation.PointRunner, "evaluate", recorded)
+    monkeypatch.setattr(fid_run.PointRunner, "evaluate", recorded)
     caplog.set_level("INFO")
     lines = fid(*sweep)
     assert evaluated == [2, 2, 4] and [line["step"] for line in lines] == [2, 4]
@@ -449,7 +449,7 @@ def test_points_are_evaluated_in_a_random_order_network_by_network_and_listed_as
     for _ in range(2):
         random.seed(0)  # a seed, for example of a sweeper, does not give two commands the same order
         listed = [SimpleNamespace(number=i, recipe=SimpleNamespace(network=i // 5)) for i in range(20)]
-        orders.append([point.number for point in points.in_random_order(listed)])
+        orders.append([point.number for point in fid_plan.in_random_order(listed)])
         assert sorted(orders[-1]) == [*range(20)] and len([*itertools.groupby(orders[-1], lambda i: i // 5)]) == 4
     assert orders[0] != orders[1]
 
@@ -464,7 +464,7 @@ def test_a_result_that_cannot_be_stored_ends_the_command(edm, fid, monkeypatch, 
         fid("out", f"checkpoints={edm}", "evaluation.num_samples=4")
     assert re.search(r"step \d: fd_digits [\d.]+, ", caplog.text)  # the figures are not lost
     (tmp_path / "file").touch()
-    monkeypatch.setattr(evaluation.PointRunner, "evaluate", lambda *arguments: pytest.fail("this is known before any work"))
+    monkeypatch.setattr(fid_run.PointRunner, "evaluate", lambda *arguments: pytest.fail("this is known before any work"))
     with pytest.raises(UserError, match="cannot write to .*file/out: Not a directory"):
         fid("file/out", f"checkpoints={edm}")
     with file_size_limit(1000), pytest.raises(UserError, match="cannot write to .*full: File too large; .* MB are free"):
@@ -569,7 +569,7 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    assert points.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
+    assert fid_plan.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
     for i in range(2):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
@@ -577,10 +577,10 @@ def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_s
         run_fid("images=.", REFERENCE, "evaluation.detector=digits", "machine.cpu_threads=1")
     monkeypatch.chdir(REPOSITORY)
     in_run, copied = tmp_path / "run" / "checkpoints" / "step_0000004", tmp_path / "copies" / "step_0000004"
-    folders = [points.results_folder(Checkpoint(folder, "", 4, None, {})) for folder in (in_run, copied)]
+    folders = [fid_plan.results_folder(Checkpoint(folder, "", 4, None, {})) for folder in (in_run, copied)]
     assert folders == [tmp_path / "run" / "evaluations", tmp_path / "copies" / "evaluations"]
     for folder in (Path("step_0000004"), Path("checkpoints/step_0000004")):
-        found = points.results_folder(Checkpoint(folder, "", 4, None, {}))
+        found = fid_plan.results_folder(Checkpoint(folder, "", 4, None, {}))
         assert found == REPOSITORY / folder.parent / "step_0000004_evaluations"
 
 

@@ -23,8 +23,8 @@ from common.images import labelled_grid
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
-from sampling.images import class_numbers
 from sampling.recipe import guidance_settings
+from sampling.sample_command import class_numbers
 from sampling.sampler import ImageSampler
 from training import hooks
 from training.ema import EMA
@@ -216,7 +216,9 @@ def named(runs, tmp_path_factory):
 
 def test_class_names_are_in_file_names_and_grids_and_choose_classes(named, sample, tmp_path, monkeypatch):
     captions, grid = [], labelled_grid
-    monkeypatch.setattr("sampling.images.labelled_grid", lambda images, texts: captions.append(texts) or grid(images, texts))
+    monkeypatch.setattr(
+        "sampling.sample_command.labelled_grid", lambda images, texts: captions.append(texts) or grid(images, texts)
+    )
     images = sample("out", "seeds=0-3", "classes=[color,0]", checkpoint=named)
     assert list(images) == [f"seed_{i:06d}_class_{('001_color', '000_black-white')[i % 2]}.png" for i in range(4)]
     assert captions == [["1 color", "0 black, white"] * 2]

@@ -1,4 +1,4 @@
-"""Make the evaluations that `sampling.points` has planned, and write tables of their results."""
+"""Make the evaluations that `sampling.fid_plan` has planned, and write tables of their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evaluations.tables import EvaluationTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
-from sampling.points import EvaluationPlan, Point
+from sampling.fid_plan import EvaluationPlan, Point
 from sampling.score import score_images, score_samples
 
 log = logging.getLogger(__name__)
