@@ -444,8 +444,8 @@ class SampleConfig(_Command):
     sampling: SamplingFromCheckpoint
     guidance: GuidanceSettings | None = None
 
-    def choice(self, run: TrainConfig) -> Choice:
-        return Choice(self.sampler, self.sampling, self.guidance or run.guidance[-1])
+    def choice(self, run_config: TrainConfig) -> Choice:
+        return Choice(self.sampler, self.sampling, self.guidance or run_config.guidance[-1])
 
 
 class ImageSettings(Settings):
@@ -478,17 +478,19 @@ class FidConfig(_Command):
     guidance: Guidances | None = None
     evaluation: EvaluationOrOfRun
 
-    def choices(self, run: TrainConfig) -> Iterator[Choice]:
+    def choices(self, run_config: TrainConfig) -> Iterator[Choice]:
         """Yield every combination of the listed sampler settings, weights, lengths and guidances."""
         weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
-        for chosen, guidance, sampler in itertools.product(weights, self.guidance or run.guidance, combinations(self.sampler)):
+        for chosen, guidance, sampler in itertools.product(
+            weights, self.guidance or run_config.guidance, combinations(self.sampler)
+        ):
             yield Choice(sampler, SamplingFromCheckpoint(**dict(self.sampling) | chosen), guidance)
 
-    def evaluation_of_run(self, run: TrainConfig, step: int) -> SharedEvaluation:
+    def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluation:
         """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
-        values = dict(run.evaluation.at_step(step, run.train.num_steps))
+        values = dict(run_config.evaluation.at_step(step, run_config.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if not {*run.evaluation.all_detectors} <= {*as_list(self.evaluation.detector or run.evaluation.detector)}:
+        if not {*run_config.evaluation.all_detectors} <= {*as_list(self.evaluation.detector or run_config.evaluation.detector)}:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
         return fill(self.evaluation, values)
 
@@ -509,17 +511,17 @@ class FidConfig(_Command):
         return [key for key, value in flatten(groups).items() if value not in (None, {})]
 
 
-def sampler_of_run(run: TrainConfig, given: Mapping[str, Any]) -> Sampler:
+def sampler_of_run(run_config: TrainConfig, given: Mapping[str, Any]) -> Sampler:
     """Return the sampler of a run with the `given` settings. None stands for the run's value.
 
     Raises UserError if the sampler of the run's diffusion has no such setting, or does not accept its value.
     """
-    if unknown := [key for key in given if not hasattr(run.sampler, key)]:
-        names = ", ".join(vars(run.sampler))
-        owner = f"the sampler of diffusion={run.diffusion.name}"
+    if unknown := [key for key in given if not hasattr(run_config.sampler, key)]:
+        names = ", ".join(vars(run_config.sampler))
+        owner = f"the sampler of diffusion={run_config.diffusion.name}"
         raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
-    values = vars(run.sampler) | {key: value for key, value in given.items() if value is not None}
-    return validate_groups({"sampler": values}, sampler=type(run.sampler)).sampler
+    values = vars(run_config.sampler) | {key: value for key, value in given.items() if value is not None}
+    return validate_groups({"sampler": values}, sampler=type(run_config.sampler)).sampler
 
 
 def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:

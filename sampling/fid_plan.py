@@ -104,7 +104,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     recipes = choose_recipes(cfg, checkpoints)
     evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
-    machine = fill(cfg.machine, dict(recipes[0].run.machine))
+    machine = fill(cfg.machine, dict(recipes[0].run_config.machine))
     check_compile_mode(machine.compile, device)
     sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
     if len(sizes) > 1:

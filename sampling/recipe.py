@@ -33,7 +33,7 @@ class Recipe:
     """Settings that determine an image.
 
     Attributes:
-        run: Configuration of the run that trains the network, with the data settings filled in.
+        run_config: Configuration of the run that trains the network, with the data settings filled in.
         sampler: Sampler of the run's diffusion, with the settings to use.
         sampling: Settings of the group sampling. None of them is left to the run.
         guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
@@ -44,7 +44,7 @@ class Recipe:
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
-    run: schema.TrainConfig
+    run_config: schema.TrainConfig
     sampler: schema.Sampler
     sampling: schema.SamplingFromCheckpoint
     guidance: schema.GuidanceSettings
@@ -55,7 +55,7 @@ class Recipe:
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
-        check_guidance(self.guidance, self.run, self.sampler, self.weak)
+        check_guidance(self.guidance, self.run_config, self.sampler, self.weak)
 
     @classmethod
     def for_checkpoint(cls, checkpoint: Checkpoint, choice: schema.Choice) -> Recipe:
@@ -63,22 +63,22 @@ class Recipe:
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        run, average, ema_hash = checkpoint.config, None, None
-        sampler = schema.sampler_of_run(run, choice.sampler)
-        sampling = fill(choice.sampling, sampling_in_training(run))
+        run_config, average, ema_hash = checkpoint.config, None, None
+        sampler = schema.sampler_of_run(run_config, choice.sampler)
+        sampling = fill(choice.sampling, sampling_in_training(run_config))
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
             average = posthoc_ema.Average(checkpoint, sampling.ema_length)
             ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
-        found = find_files(choice.guidance, sampling.autoencoder, run)
-        return cls(run, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
+        found = find_other_files(choice.guidance, sampling.autoencoder, run_config)
+        return cls(run_config, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
 
     @classmethod
-    def in_training(cls, run: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
+    def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
-        sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run))
-        return cls(run, run.sampler, sampling, **find_files(guidance, sampling.autoencoder, run))
+        sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run_config))
+        return cls(run_config, run_config.sampler, sampling, **find_other_files(guidance, sampling.autoencoder, run_config))
 
     def settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -110,7 +110,7 @@ class Recipe:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(*self.network, device, compile_mode)
-        decoder = autoencoders.build(self.sampling.autoencoder, device, self.run.data.in_channels)
+        decoder = autoencoders.build(self.sampling.autoencoder, device, self.run_config.data.in_channels)
         return self.build_sampler(net, decoder, device, compile_mode)
 
     def build_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
@@ -120,11 +120,11 @@ class Recipe:
             weak = load_network(self.weak, self.guidance.weights, device, compile_mode), self.weak.config.diffusion
         return ImageSampler(
             net=net,
-            diffusion=self.run.diffusion,
+            diffusion=self.run_config.diffusion,
             sampler=self.sampler,
             guidance=build_guidance(self.guidance),
             autoencoder=decoder,
-            data=self.run.data,
+            data=self.run_config.data,
             device=device,
             precision=self.sampling.precision,
             rounding=self.sampling.rounding,
@@ -133,14 +133,14 @@ class Recipe:
         )
 
 
-def sampling_in_training(run: schema.TrainConfig) -> dict[str, Any]:
+def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
     """Return the group sampling as the run uses it: with the weights of the EMA."""
-    return {"weights": "ema", "ema_length": None, **dict(run.sampling)}
+    return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
 
 
-def find_files(guidance: schema.GuidanceSettings, autoencoder: str, run: schema.TrainConfig) -> dict[str, Any]:
+def find_other_files(guidance: schema.GuidanceSettings, autoencoder: str, run_config: schema.TrainConfig) -> dict[str, Any]:
     """Find the files of a recipe besides its own network. Return the fields `guidance`, `weak` and `autoencoder_hash`."""
-    if weak := find_weak_checkpoint(guidance, run):
+    if weak := find_weak_checkpoint(guidance, run_config):
         guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
     return {"guidance": guidance, "weak": weak, "autoencoder_hash": autoencoders.hash_local_files(autoencoder)}
 
@@ -156,9 +156,9 @@ def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
     return "none" if any(getattr(recipe.guidance, "has_moving_ratios", False) for recipe in recipes) else mode
 
 
-def route_noise_shape(run: schema.TrainConfig) -> tuple[int, int]:
+def route_noise_shape(run_config: schema.TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
-    return len(run.model.routes), run.num_tokens
+    return len(run_config.model.routes), run_config.num_tokens
 
 
 def sampler_settings(sampler: schema.Sampler) -> dict[str, object]:
@@ -184,7 +184,7 @@ def build_guidance(settings: schema.GuidanceSettings) -> guidance.Guidance:
 
 
 def check_guidance(
-    settings: schema.GuidanceSettings, run: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
 ) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
@@ -193,18 +193,19 @@ def check_guidance(
             channels than the latents have. Also raised if the interval exceeds the highest noise level or has no noise level.
     """
     scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
-    if scale != 1 and run.model.class_dropout == 0:
+    if scale != 1 and run_config.model.class_dropout == 0:
         raise UserError(f"guidance.cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
-    if settings.name == "path_drop" and not getattr(run.model, "path_drop", 0):
-        reason = f"{run.name} has model={run.model.name} and model.path_drop={getattr(run.model, 'path_drop', 0):g}"
+    path_drop = getattr(run_config.model, "path_drop", 0)
+    if settings.name == "path_drop" and not path_drop:
+        reason = f"{run_config.name} has model={run_config.model.name} and model.path_drop={path_drop:g}"
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
-    if channels > run.data.in_channels:
-        raise UserError(f"guidance.channels={channels}, but the latents have {run.data.in_channels} channels")
+    if channels > run_config.data.in_channels:
+        raise UserError(f"guidance.channels={channels}, but the latents have {run_config.data.in_channels} channels")
     levels = sampler.evaluated_levels()
     inputs = guidance.GuidanceInputs(
         denoise=None,
-        num_classes=run.data.num_classes,
-        route_noise_shape=route_noise_shape(run),
+        num_classes=run_config.data.num_classes,
+        route_noise_shape=route_noise_shape(run_config),
         weak=id if weak else None,
         weak_route_noise_shape=route_noise_shape(weak.config) if weak else (0, 0),
         levels=levels,
@@ -219,7 +220,7 @@ def check_guidance(
     if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion that uses t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
-            f"diffusion={run.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
+            f"diffusion={run_config.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
 
 
@@ -229,7 +230,7 @@ def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
     return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
-def find_weak_checkpoint(settings: schema.GuidanceSettings, run: schema.TrainConfig) -> Checkpoint | None:
+def find_weak_checkpoint(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> Checkpoint | None:
     """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network.
 
     Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
@@ -237,7 +238,7 @@ def find_weak_checkpoint(settings: schema.GuidanceSettings, run: schema.TrainCon
     if getattr(settings, "checkpoint", None) is None:
         return None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
-    if changed := schema.differences_for("guidance.checkpoint", weak.config, run):
+    if changed := schema.differences_for("guidance.checkpoint", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(changed)}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return weak
