@@ -40,9 +40,6 @@ class TrackedEMA(EMA):
             new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # equals 1 in the first step
             torch._foreach_lerp_([*averages.values()], weights, new)
 
-    def hooks(self, run: RunFolder, every: int) -> list[Hook]:
-        return [Snapshots(run, every)]
-
     def states(self) -> dict[str, dict[str, Tensor]]:
         tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
         return super().states() | {TRACKED_EMA: tracked}

@@ -140,7 +140,10 @@ def build_hooks(
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
-    active += ema.hooks(run, cfg.train.ema_snapshot_every)
+    if cfg.train.ema_lengths:
+        from extras import tracked_ema  # imported only for train.ema_lengths
+
+        active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
     decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if plan.recipes else None
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)

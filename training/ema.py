@@ -7,8 +7,6 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from checkpoints.run import RunFolder
-
 
 class EMA:
     """A float32 copy of the network in evaluation mode, whose weights are averages of the trained weights.
@@ -43,10 +41,6 @@ class EMA:
         num_updates = self.num_updates_before + step
         decay = self.decay if self.schedule == "constant" else min(self.decay, (1 + num_updates) / (10 + num_updates))
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
-
-    def hooks(self, run: RunFolder, every: int) -> list:
-        """Return hooks that save additional EMA data every `every` steps."""
-        return []
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that a checkpoint stores, as a mapping from file name to named tensors."""
