@@ -165,10 +165,10 @@ def _warn_without_locks(folder: Path, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") -> Iterator[None]:
+def lock_folder(folder: Path, activity: str, key: str, settings_file: str = ".lock") -> Iterator[None]:
     """Create a folder and lock it in the `with` block, as `lock_file` does.
 
-    If the folder was new and the block writes nothing but the file named `settings`, the folder is removed again.
+    If the folder was new and the block writes nothing but the file named `settings_file`, the folder is removed again.
     """
     created = missing_folders(folder)
     with lock_file(folder / ".lock", activity, key):
@@ -176,7 +176,7 @@ def lock_folder(folder: Path, activity: str, key: str, settings: str = ".lock") 
             yield
         finally:  # under the lock, as nobody else uses the folder
             with contextlib.suppress(OSError):
-                if created and {*os.listdir(folder)} <= {".lock", settings}:
+                if created and {*os.listdir(folder)} <= {".lock", settings_file}:
                     shutil.rmtree(folder)
                     remove_empty(*created[1:])
 

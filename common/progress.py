@@ -15,13 +15,13 @@ LOG_EVERY_SEC = 30
 SLOW_SEC = 2.0
 
 
-def progress_bar(items: Iterable | None = None, **settings) -> tqdm:
-    """Show a tqdm bar on stderr, or print a line every LOG_EVERY_SEC if stderr is not a terminal. tqdm receives `settings`."""
+def progress_bar(items: Iterable | None = None, **kwargs) -> tqdm:
+    """Show a tqdm bar on stderr, or print a line every LOG_EVERY_SEC if stderr is not a terminal. tqdm receives `kwargs`."""
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        return tqdm(items, file=sys.stderr, dynamic_ncols=True, smoothing=0.05, **settings)
-    if not settings.get("leave", True):  # a short bar that would disappear prints no line
-        settings["delay"] = LOG_EVERY_SEC
-    return tqdm(items, file=_Lines(), smoothing=0.05, **settings | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
+        return tqdm(items, file=sys.stderr, dynamic_ncols=True, smoothing=0.05, **kwargs)
+    if not kwargs.get("leave", True):  # a short bar that would disappear prints no line
+        kwargs["delay"] = LOG_EVERY_SEC
+    return tqdm(items, file=_Lines(), smoothing=0.05, **kwargs | {"mininterval": LOG_EVERY_SEC, "maxinterval": LOG_EVERY_SEC})
 
 
 class _Lines:

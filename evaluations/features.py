@@ -144,8 +144,9 @@ def features_of_images(
     if len(images) == 0:
         return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
     batches, total = read_ahead(images.batches(batch_size, items)), -(-len(items) // batch_size)
-    settings = {"desc": f"features of {images.path.name}", "unit": "batch", "leave": False, "disable": not show_progress}
-    return extract(detectors, progress_bar(batches, total=total, **settings))
+    desc = f"features of {images.path.name}"
+    bar = progress_bar(batches, total=total, desc=desc, unit="batch", leave=False, disable=not show_progress)
+    return extract(detectors, bar)
 
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:

@@ -42,13 +42,13 @@ class EvaluationTable:
 
     Args:
         records: Evaluations of samples or images, in the order of the rows.
-        settings: What each record measures (see `columns_of`).
+        columns: What each record measures (see `columns_of`).
         plotted: Metric by which comparable rows are ranked. The lowest value is marked with `*`, and values that do not differ
             significantly from it with `~`. A `?` says that standard errors are missing to tell.
     """
 
-    def __init__(self, records: Sequence[Evaluation], settings: Sequence[Mapping[str, object]], plotted: str):
-        self.records, self.settings, self.plotted = records, [dict(row) for row in settings], plotted
+    def __init__(self, records: Sequence[Evaluation], columns: Sequence[Mapping[str, object]], plotted: str):
+        self.records, self.columns, self.plotted = records, [dict(row) for row in columns], plotted
         self.metrics = {name for record in records for name in record.metrics}
         ranked: dict[tuple, list[Evaluation]] = {}
         groups = [tuple(map(record.key.get, COMPARABLE)) for record in records]
@@ -65,38 +65,38 @@ class EvaluationTable:
     def csv(self) -> str:
         """Format all settings, figures, standard errors, costs and hashes as CSV."""
         rows = []
-        for record, settings, mark in zip(self.records, self.settings, self.marks):
+        for record, columns, mark in zip(self.records, self.columns, self.marks):
             errors = {f"{name}_error": standard_error(values) for name, values in record.jackknife.items()}
-            rows.append(settings | {"best": mark} | record.metrics | record.cost | errors | hashes_of(record))
+            rows.append(columns | {"best": mark} | record.metrics | record.cost | errors | hashes_of(record))
         text = io.StringIO()
         writer = csv.DictWriter(text, dict.fromkeys(name for row in rows for name in row))
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
 
-    def columns(self) -> dict[str, list[str]]:
+    def cells(self) -> dict[str, list[str]]:
         """Return the columns of the other tables as texts."""
         rows = []
-        for record, settings, mark in zip(self.records, self.settings, self.marks):
+        for record, columns, mark in zip(self.records, self.columns, self.marks):
             errors = {name: standard_error(values) for name, values in record.jackknife.items()}
-            row = settings | {"best": mark} | record.metrics | record.cost
+            row = columns | {"best": mark} | record.metrics | record.cost
             rows.append({name: _format(name, value, errors.get(name)) for name, value in row.items()})
         self._distinguish(rows)
         return {name: [row.get(name, "") for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
     def _distinguish(self, rows: Sequence[dict[str, str]]) -> None:
         """Add the start of a hash to the rows of records that differ in it, but in no other setting that the tables show."""
-        alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, row) of the records with the same settings
-        for record, settings, row in zip(self.records, self.settings, rows):
-            alike.setdefault(json.dumps(settings, sort_keys=True), []).append((hashes_of(record), row))
+        alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, row) of the records with the same columns
+        for record, columns, row in zip(self.records, self.columns, rows):
+            alike.setdefault(json.dumps(columns, sort_keys=True), []).append((hashes_of(record), row))
         for group, name in itertools.product(alike.values(), HASHES):
             if len({hashes[name] for hashes, _ in group}) > 1:
                 for hashes, row in group:
                     row[name] = (hashes[name] or "")[:8]
 
     def markdown(self) -> str:
-        columns = self.columns()
-        text = markdown_table(list(columns), list(zip(*columns.values())))
+        cells = self.cells()
+        text = markdown_table(list(cells), list(zip(*cells.values())))
         if any(self.marks):
             text += f"\n`*`: the lowest {self.plotted} of equal evaluations; `~`: not significantly above the lowest (95%)"
             text += "; `?`: not known without standard errors, which only fid.py computes\n" if "?" in self.marks else "\n"
@@ -105,22 +105,22 @@ class EvaluationTable:
     def terminal(self) -> str:
         """Return a text table with the metrics, the number of samples and the settings that differ between rows."""
         wanted = {*self.metrics, *ALWAYS_COLUMNS}
-        columns = self.columns() if self.records else {}
-        printed = [[name, *column] for name, column in columns.items() if name in wanted or len(set(column)) > 1]
+        cells = self.cells() if self.records else {}
+        printed = [[name, *column] for name, column in cells.items() if name in wanted or len(set(column)) > 1]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in printed]
         return "".join("  ".join(row).rstrip() + "\n" for row in zip(*padded))
 
     def plot(self) -> bytes | None:
         """Plot the metric with standard errors (PNG), or return None if fewer than two records have the metric."""
-        found = [(row, r) for row, r in zip(self.settings, self.records) if self.plotted in r.metrics]
+        found = [(row, r) for row, r in zip(self.columns, self.records) if self.plotted in r.metrics]
         if len(found) < 2:
             return None
-        settings, records = zip(*found)
+        rows, records = zip(*found)
         values = [record.metrics[self.plotted] for record in records]
         errors = [standard_error(record.jackknife.get(self.plotted) or [0.0]) for record in records]
         numbers = sorted({record.settings["num_samples"] for record in records})
         label = f"{self.plotted} of {' and '.join(f'{number:,}' for number in numbers)} samples"
-        return plot(settings, values, errors, label)
+        return plot(rows, values, errors, label)
 
 
 def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[str, object]]], plotted: str) -> None:
@@ -131,7 +131,7 @@ def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[
 
     def write() -> None:
         with results.lock():
-            found = [(record, settings) for wanted, settings in measured if (record := results.find(wanted))]
+            found = [(record, columns) for wanted, columns in measured if (record := results.find(wanted))]
             ours, ordered, rows = {id(record) for record, _ in found}, iter(found), []
             for record in results.records:
                 if id(record) in ours:
@@ -186,7 +186,7 @@ def format_settings(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def plot(settings: Sequence[dict], values: list[float], errors: list[float], label: str) -> bytes:
+def plot(rows: Sequence[dict], values: list[float], errors: list[float], label: str) -> bytes:
     """Plot a metric with standard errors against the numeric setting that has the most values, and return the plot as a PNG.
 
     Each combination of the other settings has a separate curve.
@@ -194,15 +194,15 @@ def plot(settings: Sequence[dict], values: list[float], errors: list[float], lab
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     from matplotlib.figure import Figure
 
-    names = dict.fromkeys(name for row in settings for name in row)  # EDM and SiT samplers have different settings
-    choices = {name: {row.get(name) for row in settings} for name in names}
+    names = dict.fromkeys(name for row in rows for name in row)  # EDM and SiT samplers have different settings
+    choices = {name: {row.get(name) for row in rows} for name in names}
     numbers = [name for name, chosen in choices.items() if all(isinstance(value, (int, float)) for value in chosen)]
     axis = max(numbers, key=lambda name: len(choices[name]))
     others = [name for name in choices if name != axis and len(choices[name]) > 1]
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     curves: dict[str, list[tuple]] = {}
-    for row, value, error in zip(settings, values, errors):
+    for row, value, error in zip(rows, values, errors):
         curve = format_settings({name: row[name] for name in others if name in row})
         curves.setdefault(curve, []).append((row[axis], value, error))
     for name, curve in curves.items():

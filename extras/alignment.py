@@ -118,23 +118,22 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         UserError: If the network has too few blocks, if the shards contain no images, if the encoder cannot be loaded, or if the
             encoder name does not contain the patch size.
     """
-    settings = cfg.alignment
-    sizes = cfg.model.sizes
-    if settings.block > sizes["depth"]:
-        raise UserError(f"alignment.block={settings.block} is beyond the {sizes['depth']} blocks of {cfg.model.backbone}")
+    repa, sizes = cfg.alignment, cfg.model.sizes
+    if repa.block > sizes["depth"]:
+        raise UserError(f"alignment.block={repa.block} is beyond the {sizes['depth']} blocks of {cfg.model.backbone}")
     if not dataset.has_images:
         raise UserError(
             f"alignment=repa needs the images of the latents, and {dataset.path} holds none; encode them again with "
             "`prepare_latents.py encode ... keep_images=jpeg`"
         )
-    encoder_patch = re.search(r"_patch(\d+)_", settings.encoder)
+    encoder_patch = re.search(r"_patch(\d+)_", repa.encoder)
     if encoder_patch is None:
-        raise UserError(f"alignment.encoder={settings.encoder} does not give its patch size (_patch<N>_) in its name")
+        raise UserError(f"alignment.encoder={repa.encoder} does not give its patch size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
     with name_key("alignment.encoder, alignment.encoder_weights"):
         encoder = Encoder(
-            settings.encoder,
-            settings.encoder_weights,
+            repa.encoder,
+            repa.encoder_weights,
             size,
             accelerator.device,
             preprocessing="repa",
@@ -142,12 +141,12 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
         )
     with torch.random.fork_rng(devices=[]):  # because building the encoder may have consumed random numbers
         torch.manual_seed(2**32 + cfg.seed)  # larger than the seed of any run
-        projector = Projector(sizes["width"], settings.projector_width, encoder.width)
+        projector = Projector(sizes["width"], repa.projector_width, encoder.width)
     return Alignment(
         projector,
         encode=lambda images: encoder.encode(images)[1],
         fetch=dataset.fetch_with_images,
-        block=settings.block,
+        block=repa.block,
         encoder_hash=encoder.weights_hash,
-        weight=settings.weight,
+        weight=repa.weight,
     )

@@ -54,8 +54,8 @@ class FusedRoutes:
 
     route_end_class = Fusion
 
-    def __init__(self, *, path_drop: float = 0.0, **settings):
-        super().__init__(**settings)
+    def __init__(self, *, path_drop: float = 0.0, **kwargs):
+        super().__init__(**kwargs)
         if not self.router.routes:
             raise ValueError("model=sprint needs a route; a dense second stage has one with selection_ratio 0")
         self.path_drop = path_drop
@@ -88,7 +88,7 @@ class LightningSPRINT(FusedRoutes, lightningdit.LightningDiT):
 BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 
 
-def build(backbone: str, **settings) -> FusedRoutes:
+def build(backbone: str, **kwargs) -> FusedRoutes:
     """Build a network by name, such as `DiT-B/2`. Keyword arguments override the sizes that the name implies."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
-    return network(**dit.look_up_sizes(backbone, BACKBONES) | settings)
+    return network(**dit.look_up_sizes(backbone, BACKBONES) | kwargs)

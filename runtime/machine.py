@@ -34,11 +34,12 @@ NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver i
 
 
 def start_accelerator(
-    cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = COLLECTIVE_TIMEOUT, **settings
+    cpu_threads: int | None, *, tf32: bool = True, precision: str = "fp32", timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs
 ) -> Accelerator:
     """Start accelerate, and choose this process's CPU threads and kernels. Processes other than the main one log only errors.
 
     `precision` (`fp32` or `bf16`) applies to the networks that accelerate prepares. After `timeout`, a collective fails.
+    accelerate receives `kwargs`.
     """
     if torch.distributed.is_available():
         # Import torch.distributed.nn.functional before a process group exists. If AdamW imports the module later, its default
@@ -55,9 +56,9 @@ def start_accelerator(
     AcceleratorState._reset_state()
     GradientState._reset_state()
     # accelerate must not compile networks, because runtime/compilation.py compiles the blocks.
-    settings |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
+    kwargs |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
     with connecting(timeout):
-        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **settings)
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **kwargs)
     processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
         processes.check_arguments(job_overrides())
@@ -140,11 +141,11 @@ def check_gpus() -> None:
         )
 
 
-def use_machine(settings, device: torch.device) -> None:
+def use_machine(machine, device: torch.device) -> None:
     """Use the settings of the group machine that a command has taken from a run, after `start_accelerator`."""
-    if settings.cpu_threads is not None:
-        torch.set_num_threads(settings.cpu_threads)
-    choose_kernels(device, settings.tf32)
+    if machine.cpu_threads is not None:
+        torch.set_num_threads(machine.cpu_threads)
+    choose_kernels(device, machine.tf32)
 
 
 def choose_kernels(device: torch.device, tf32: bool) -> None:

@@ -223,7 +223,7 @@ def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterat
     contents = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in contents and not all(name == ".lock" or is_leftover(name) for name in contents):
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")
-    with lock_folder(output, "sampling into", "output", settings=file.name):
+    with lock_folder(output, "sampling into", "output", settings_file=file.name):
         if not file.exists():
             write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings.model_dump())))
         elif changed := differences(read_settings(output, recipe), settings):

@@ -231,7 +231,7 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
     first, second = (read_runs([tmp_path / name])[0][0] for name in ("runs", "copies"))
     assert first.figures == second.figures and not read_runs([tmp_path])[1]
     (run,), problems = read_runs([tmp_path / "runs"])
-    guided = {measure.guidance for measure in run.figures if measure.num_samples == 70 and "reference" in measure.settings}
+    guided = {measure.guidance for measure in run.figures if measure.num_samples == 70 and "reference" in measure.measured_with}
     assert not problems and "cfg_scale 1.5" in guided
 
 

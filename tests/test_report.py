@@ -415,7 +415,7 @@ def test_evaluations_count_for_the_run_that_they_name(tmp_path, caplog):
         evaluate(run, 400_000, {"fid": 30.0 + i}, file, name, "c", reference="abc", **settings)
     write(file, {"settings": {"images": "x.npz", "num_samples": 9}, "metrics": {"fid": 1.0}})
     runs, problems = read_runs([tmp_path])
-    found = {(m.guidance, m.settings): values for m, values in runs[0].figures.items() if "reference abc" in m.settings}
+    found = {(m.guidance, m.measured_with): values for m, values in runs[0].figures.items() if "reference abc" in m.measured_with}
     how = "weights ema, reference abc aaaaaaaa"
     assert found == {
         ("none", f"network_precision bf16, num_steps 40, {how}"): {400_000: 30.0},

@@ -20,8 +20,7 @@ Parameters = Mapping[str, nn.Parameter]  # the trained parameters of the network
 
 def adamw(train: Train, parameters: Parameters) -> list[Optimizer]:
     """AdamW (arXiv 1711.05101) for all parameters."""
-    settings = {"lr": train.lr, "betas": tuple(train.betas), "weight_decay": train.weight_decay}
-    return [torch.optim.AdamW(parameters.values(), fused=True, **settings)]
+    return [torch.optim.AdamW(parameters.values(), train.lr, tuple(train.betas), weight_decay=train.weight_decay, fused=True)]
 
 
 def muon(train: Train, parameters: Parameters) -> list[Optimizer]:
@@ -35,8 +34,8 @@ def muon(train: Train, parameters: Parameters) -> list[Optimizer]:
     layers = re.compile(r"blocks\.\d+\.(attn|mlp)\.")
     matrices = {name: p for name, p in parameters.items() if layers.match(name) and p.ndim == 2}
     others = {name: p for name, p in parameters.items() if name not in matrices}
-    settings = {"lr": train.lr, "weight_decay": train.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(matrices.values(), **settings), *adamw(train, others)]
+    for_matrices = torch.optim.Muon(matrices.values(), train.lr, train.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [for_matrices, *adamw(train, others)]
 
 
 # Functions by name in `train.optimizer`. Each parameter belongs to exactly one of the optimizers that a function returns.

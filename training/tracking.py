@@ -52,11 +52,11 @@ def start(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
     """Start to log a run, or continue to log it after a resume."""
     if cfg.wandb.mode == "disabled":
         return
-    settings = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
+    kwargs = {"name": cfg.name, "mode": cfg.wandb.mode, "dir": str(run.path), "id": run.wandb_id(), "resume": "allow"}
     # In a sweep, a failed run is still open. By default, wandb would add this run's figures to the failed run.
-    settings |= {"reinit": "finish_previous"}
+    kwargs |= {"reinit": "finish_previous"}
     with never_fatal(accelerator):
-        accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": settings})
+        accelerator.init_trackers(cfg.wandb.project, cfg.model_dump(), init_kwargs={"wandb": kwargs})
         # Use the logged step as the axis. wandb's own step would ignore the steps that a run repeats after a crash.
         for tracker in accelerator.trackers:
             tracker.tracker.define_metric("*", step_metric="step")

@@ -67,7 +67,7 @@ class Experiment:
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
-        run, values = self.runs[0], values_in(measure.settings)
+        run, values = self.runs[0], values_in(measure.measured_with)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
         expected = dict.fromkeys(vars(row.sampler)) | sampler_settings(row.sampler)
         expected["network_precision"] = row.sampling.precision
@@ -138,9 +138,9 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     for key, (run, _) in zip(keys, described):
         if run.data_hash:
             data_of.setdefault(key, run.data_hash)
-    for settings, (run, identity) in zip(keys, described):
-        key = (*settings, run.data_hash or data_of.get(settings))
-        experiment = by_identity.setdefault(key, Experiment([], identity, changes_of(run), key[-1]))
+    for key, (run, identity) in zip(keys, described):
+        data_hash = run.data_hash or data_of.get(key)
+        experiment = by_identity.setdefault((*key, data_hash), Experiment([], identity, changes_of(run), data_hash))
         if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
             problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
         else:
@@ -204,8 +204,8 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
 
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except those in REPEATED."""
-    roles, settings = roles_of(cfg), flatten(cfg.model_dump())
-    identity = {key: x for key, x in settings.items() if "report" in roles[key].compared_by and key not in REPEATED}
+    roles, values = roles_of(cfg), flatten(cfg.model_dump())
+    identity = {key: x for key, x in values.items() if "report" in roles[key].compared_by and key not in REPEATED}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity

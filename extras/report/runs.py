@@ -27,7 +27,7 @@ from evaluations.record import Evaluation, read_records
 from evaluations.tables import format_settings, guidance_fields
 
 UNGUIDED = "none"
-# Settings of records that `Measure.settings` omits or that `Run.add` formats.
+# Settings of records that `Measure.measured_with` omits or that `Run.add` formats.
 OMITTED = ("num_samples", "detector", "reference_hash", "autoencoder_hash", "ema_hash")
 
 
@@ -37,7 +37,7 @@ class Measure(NamedTuple):
     metric: str  # a metric name, or `training loss`
     num_samples: int
     guidance: str  # guidance settings as text, or UNGUIDED
-    settings: str  # sampler, weights and reference as text; the reference is a file name with the start of its hash
+    measured_with: str  # sampler, weights and reference as text; the reference is a file name with the start of its hash
 
     def in_words(self) -> str:
         """Format the measure as text, such as `fid of 50,000 samples, cfg_scale 1.5`."""

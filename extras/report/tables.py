@@ -46,7 +46,7 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
                 "Samples": f"{measure.num_samples:,}" if measure.num_samples else "",
                 "Guidance": measure.guidance,
-                "Measured with": measure.settings,
+                "Measured with": measure.measured_with,
             }
             rows.setdefault((measure[1:], step, seeds), row)[measure.metric] = figure_text(experiment, measure, step, values)
         table.rows += rows.values()
@@ -73,9 +73,9 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
         for measure in experiment.measures():
             step, values = [*experiment.curve(measure).items()][-1]
             by_seed = {run.cfg.seed: value for run, value in zip(experiment.longest_runs(measure), values)}
-            key = (step, measure.num_samples, measure.settings)
+            key = (step, measure.num_samples, measure.measured_with)
             evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = by_seed
-        for (step, num_samples, settings), guidances in evaluations.items():
+        for (step, num_samples, measured_with), guidances in evaluations.items():
             leading = next(iter(next(iter(guidances.values()))))
             found = {name: figures for name, figures in guidances.items() if leading in figures}
             if len(found) < 2:
@@ -95,7 +95,7 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
                     for metric, values in found[name].items()
                     if {*seeds} <= values.keys()
                 }
-                table.rows.append(row | figures | {"Measured with": settings})
+                table.rows.append(row | figures | {"Measured with": measured_with})
     return table
 
 
