@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from checkpoints import store
@@ -16,8 +14,6 @@ from configs import schema
 from routing_module import num_kept_tokens
 
 log = logging.getLogger(__name__)
-
-Check = Callable[[Checkpoint], object]  # raises UserError if the settings of a checkpoint do not fit the run
 
 
 def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
@@ -30,7 +26,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | N
     newest = None
     if run.path.exists():
         run.open()
-        newest = select_resume_checkpoint(run, cfg.resume, partial(refuse_other_settings, cfg=cfg))
+        newest = select_resume_checkpoint(run, cfg)
     if newest is None:
         check_routes(cfg)
     else:
@@ -70,8 +66,8 @@ def check_routes(cfg: schema.TrainConfig) -> None:
             raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
-def check_before_hashing(source: Path, check: Check) -> None:
-    """Call `check` with the checkpoint `source`, or a run's newest one. Hashing its large files can take minutes.
+def read_before_hashing(source: Path) -> Checkpoint | None:
+    """Return the checkpoint `source`, or a run's newest one, to check it before hashing its large files, which can take minutes.
 
     Only its small files are verified. If one is damaged, the checkpoint is left out, as the later verification names the problem.
     """
@@ -80,25 +76,23 @@ def check_before_hashing(source: Path, check: Check) -> None:
             store.verify(folder, ())
             break
     else:
-        return
-    check(read_checkpoint(folder))
+        return None
+    return read_checkpoint(folder)
 
 
-def select_resume_checkpoint(run: RunFolder, resume: str, check: Check = lambda checkpoint: None) -> Checkpoint | None:
+def select_resume_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
-    Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if `check` does.
+    Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other
+    settings or was imported.
     """
-
-    def refuse_imported_and_check(checkpoint: Checkpoint) -> None:
-        if source := checkpoint.imported_from:
-            remedy = f"start another run from its weights: name=<another> init_from={run.path}"
-            raise UserError(f"{checkpoint.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
-        check(checkpoint)
-
-    if resume == "never" and store.list_steps(run.checkpoints):
+    if cfg.resume == "never" and store.list_steps(run.checkpoints):
         raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-    check_before_hashing(run.path, refuse_imported_and_check)
+    if (candidate := read_before_hashing(run.path)) is not None:
+        if source := candidate.imported_from:
+            remedy = f"start another run from its weights: name=<another> init_from={run.path}"
+            raise UserError(f"{candidate.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
+        refuse_other_settings(candidate, cfg)
     newest, problems = find_newest(run.checkpoints)
     if newest is None and problems:
         raise UserError(
@@ -122,7 +116,8 @@ def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkp
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
         return None
     source, raw = run.earlier_initial_checkpoint(Path(cfg.init_from)), store.WEIGHTS["raw"]
-    check_before_hashing(source, partial(check_initial, cfg=cfg))
+    if (candidate := read_before_hashing(source)) is not None:
+        check_initial(candidate, cfg)
     checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
     if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
         store.verify(checkpoint.path, [raw])
