@@ -308,11 +308,11 @@ class DiT(nn.Module):
         ]
         after_route = {route.end_layer_idx + 1 for _, route, _, _ in active}  # the final layer has index `depth`
 
-        def run(first: int, stop: int, h: Tensor, tables: Sequence[Tensor], ids_keep: Tensor | None = None) -> Tensor:
+        def run_blocks(first: int, stop: int, h: Tensor, tables: Sequence[Tensor], ids_keep: Tensor | None = None) -> Tensor:
             """Run blocks `first` to `stop` - 1 on the tokens h, which are all tokens, or in a window the kept ones."""
             for i in range(first, stop):
                 if h.shape[1] > 0:  # at ratio 1, no tokens are kept
-                    h = self._run(self.blocks[i], i in after_route, h, c, *tables)
+                    h = self._run_layer(self.blocks[i], i in after_route, h, c, *tables)
                 if on_block is not None:
                     on_block(i + 1, h, ids_keep)
             return h
@@ -321,19 +321,19 @@ class DiT(nn.Module):
         next_block, depth = 0, len(self.blocks)
         for number, route, ratio, end in active:
             start, stop = route.start_layer_idx, route.end_layer_idx + 1
-            h = x_before = run(next_block, start, h, tables)  # (B, N, D)
+            h = x_before = run_blocks(next_block, start, h, tables)  # (B, N, D)
             kept_tables, ids_keep = tables, None
             if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
                 noise = None if route_noise is None else route_noise[:, number]
                 ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                 h = self.router.start_route(h, ids_keep)  # (B, K, D)
                 kept_tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in tables]
-            h = run(start, stop, h, kept_tables, ids_keep)
+            h = run_blocks(start, stop, h, kept_tables, ids_keep)
             h = end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
             next_block = stop
-        h = run(next_block, depth, h, tables)
+        h = run_blocks(next_block, depth, h, tables)
 
-        out = self._run(self.final_layer, depth in after_route, h, c)  # (B, N, p*p*C)
+        out = self._run_layer(self.final_layer, depth in after_route, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
@@ -355,7 +355,7 @@ class DiT(nn.Module):
         """
         return ()
 
-    def _run(self, layer: Callable[..., Tensor], after_route: bool, h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
+    def _run_layer(self, layer: Callable[..., Tensor], after_route: bool, h: Tensor, c: Tensor, *tables: Tensor) -> Tensor:
         """Run a block or the final layer. After a route, `fp32_after_route` disables autocast for the layer."""
         if not (after_route and self.fp32_after_route and torch.is_autocast_enabled(h.device.type)):
             return layer(h, c, *tables)

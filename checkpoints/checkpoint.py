@@ -155,8 +155,8 @@ def resolve_checkpoint(folder: Path, key: str, files: Collection[str] | None = N
 
     `files` lists the files that the caller reads (see `store.verify`).
     """
-    own_files = {*store.WEIGHTS.values(), *(f"{name}.safetensors" for name in store.OPTIONAL)}
-    if any(file.name not in own_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
+    checkpoint_files = {*store.WEIGHTS.values(), *(f"{name}.safetensors" for name in store.OPTIONAL)}
+    if any(file.name not in checkpoint_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
         try:

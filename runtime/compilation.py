@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 AUTO_USES_CUDA_GRAPHS = False  # whether train.cuda_graphs=auto uses CUDA graphs where it can. No GPU has run them yet.
 
 
-def checkpoint_activations(net: dit.DiT, what: str) -> None:
-    """If `what` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs.
+def checkpoint_activations(net: dit.DiT, mode: str) -> None:
+    """If `mode` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs.
 
     Call this function before `compile_network`, so that the compiled block contains the recomputation. Otherwise, Python would
     handle every stored tensor, and call the compiled block a second time in the backward pass.
     """
-    if what == "blocks":
+    if mode == "blocks":
         for block in net.blocks:  # blocks use no random numbers
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 

@@ -49,6 +49,6 @@ class EMA:
     @torch.no_grad()
     def load(self, file: str, averages: dict[str, Tensor]) -> None:
         """Load averages that `states` returned for `file`. Averages that `averages` does not contain remain unchanged."""
-        for name, own in self.states()[file].items():
+        for name, average in self.states()[file].items():
             if name in averages:
-                own.copy_(averages[name])
+                average.copy_(averages[name])

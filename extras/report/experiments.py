@@ -184,7 +184,7 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
         described = OmegaConf.to_container(compose_row(name).experiment)
         if described["table"] not in tables:
             continue
-        own, other = (identity_of(config_of_row(one, run)) for one in (trained_row, name))
+        trained_identity, other = (identity_of(config_of_row(row, run)) for row in (trained_row, name))
         last = other["train.num_steps"]
         figures = {
             measure: {step: x for step, x in curve.items() if step <= last}
@@ -197,7 +197,7 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
         described["differs"] = "; ".join(filter(None, (described["differs"], origin)))
         cfg = OmegaConf.create(run.cfg.model_dump())
         for key, value in {"experiment": described, **other}.items():
-            if own.get(key) != value:
+            if trained_identity.get(key) != value:
                 OmegaConf.update(cfg, key, value, merge=False)
         yield replace(run, cfg=parse_config(cfg, TrainConfig), figures=figures)
 

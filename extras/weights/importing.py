@@ -71,10 +71,10 @@ def import_weights(
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
-    file, own = Path(source), {}
+    file, listed = Path(source), {}
     with contextlib.suppress(UserError):  # without a manifest, or with that of another program
-        own = store.read_listed_hashes(file.parent)
-    if file.name in own:
+        listed = store.read_listed_hashes(file.parent)
+    if file.name in listed:
         raise UserError(f"source={file} belongs to a checkpoint of this project; use it as it is: checkpoint={file.parent}")
     model, ema, step, stored_num_classes = read_published(file, kind)
     if kind == "repa":
