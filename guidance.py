@@ -117,16 +117,16 @@ def sparse(
         raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
     strong_ratios = cosine_schedule(r_strong, r_strong_last, len(levels))
     weak_ratios = cosine_schedule(r_weak, r_weak_last, len(levels))
-    has_one_network = inputs.weak is None
-    if num_routes == 0 and (has_one_network or any(strong_ratios)):
+    if num_routes == 0 and (inputs.weak is None or any(strong_ratios)):
         raise ValueError("guidance=sparse needs a network with routes; use guidance=cfg, or give the network routes")
-    if not has_one_network and any(weak_ratios) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
+    if inputs.weak is None:
+        for strong, weak in zip(strong_ratios, weak_ratios):
+            if num_kept_tokens(N, weak) >= num_kept_tokens(N, strong):
+                moved = " at each noise level" if is_moving else ""
+                raise ValueError(f"r_weak={weak:.4g} must keep fewer of the {N} tokens than r_strong={strong:.4g}{moved}")
+    elif any(weak_ratios) and inputs.weak_route_noise_shape != inputs.route_noise_shape:
         both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_route_noise_shape, inputs.route_noise_shape))
         raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
-    for strong, weak in zip(strong_ratios, weak_ratios):
-        if num_kept_tokens(N, weak) >= num_kept_tokens(N, strong) and has_one_network:
-            moved = " at each noise level" if is_moving else ""
-            raise ValueError(f"r_weak={weak:.4g} must keep fewer of the {N} tokens than r_strong={strong:.4g}{moved}")
 
     def ratios_at(level: Tensor) -> tuple[float, float]:
         if not is_moving:

@@ -182,8 +182,8 @@ def verify(folder: Path, files: Collection[str] | None = None) -> None:
     if files is not None:
         expected = {name: digest for name, digest in expected.items() if name in (*READ_ALWAYS, *files)}
     with log_if_slow(log, "comparing %s with its checksums", folder):
-        for file, digest in ((folder / name, digest) for name, digest in expected.items()):
-            with as_user_error(file):
+        for name, digest in expected.items():
+            with as_user_error(file := folder / name):
                 if digest is None or not file.exists():
                     raise UserError(f"{file} is missing")
                 if hash_file(file) != digest:

@@ -64,8 +64,8 @@ class CheckpointHook(Hook):
         self.saved_step = trainer.step
         if not trainer.accelerator.is_main_process:
             return
-        state = optimizers.get_state(trainer.optimizers, trainer.parameters)
-        states = {"model": trainer.net.state_dict(), "optimizer": {"state": state}, **trainer.ema.states()}
+        moments = optimizers.get_state(trainer.optimizers, trainer.parameters)
+        states = {"model": trainer.net.state_dict(), "optimizer": {"state": moments}, **trainer.ema.states()}
         if trainer.alignment is not None:
             states["projector"] = trainer.alignment.projector.state_dict()
         states = recursively_apply(copy_to_host, states)
