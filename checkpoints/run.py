@@ -75,7 +75,7 @@ class RunFolder:
         self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
-        self.has_saved = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
+        self.saved_mark = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
 
     @cached_property
@@ -134,7 +134,7 @@ class RunFolder:
 
     def reached_checkpoint(self) -> int | None:
         """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
-        if not self.has_saved.exists():
+        if not self.saved_mark.exists():
             return None
         return max((line["step"] for line in read_metrics(self.metrics)), default=0)
 

@@ -31,7 +31,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | N
         check_routes(cfg)
     else:
         check_resume(newest, cfg)
-        run.has_saved.touch()  # a save that was killed may have left a checkpoint without this mark
+        run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     return newest
 
 
@@ -54,7 +54,7 @@ def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
             reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
     if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):
         run.rename_results(reason)
-    run.has_saved.unlink(missing_ok=True)
+    run.saved_mark.unlink(missing_ok=True)
 
 
 def check_routes(cfg: schema.TrainConfig) -> None:

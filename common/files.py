@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
         raise UserError(f"cannot write to {path}: {describe_write_error(path, e)}") from e
 
 
-def _open_own(path: Path) -> IO[bytes]:
+def _open_to_append(path: Path) -> IO[bytes]:
     """Open a file inside a run or an output folder for reading and appending. Raises UserError for links, pipes and devices."""
     return open(regular_file(refuse_link(path)), "a+b")
 
@@ -134,7 +134,7 @@ def lock_file(path: Path, activity: str, key: str, blocking: bool = False) -> IO
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _open_own(path)
+        file = _open_to_append(path)
     except OSError as e:
         raise UserError(f"cannot write to {folder}: {describe_write_error(path, e)}") from e
     try:
@@ -196,7 +196,7 @@ def remove_empty(*folders: Path) -> None:
 def append_line(path: Path, record: dict) -> None:
     """Append `record` as a line of JSON, and return when the line is on disk. Terminate an incomplete last line first."""
     try:
-        with _open_own(path) as f:
+        with _open_to_append(path) as f:
             f.seek(max(f.tell() - 1, 0))
             is_incomplete = f.read(1) not in (b"", b"\n")
             f.write((b"\n" if is_incomplete else b"") + json.dumps(record).encode() + b"\n")

@@ -177,8 +177,8 @@ def compare_with_launcher(precision: str) -> None:
         "DYNAMO_BACKEND": ("machine.compile", ("no",)),
     }
     for name, (key, agreeing) in ours.items():
-        if (told := os.environ.get(f"ACCELERATE_{name}", agreeing[0]).lower()) not in agreeing:
-            log.warning("accelerate's %s=%s has no effect: %s counts", name.lower(), told, key)
+        if (given := os.environ.get(f"ACCELERATE_{name}", agreeing[0]).lower()) not in agreeing:
+            log.warning("accelerate's %s=%s has no effect: %s counts", name.lower(), given, key)
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise UserError(f"accelerate was launched with {name}, but this project supports only DDP; launch it without")

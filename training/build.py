@@ -25,7 +25,7 @@ from training import hooks, saving
 from training.ema import EMA
 from training.start import TrainPlan
 from training.trainer import Hook
-from training.validation import Validation
+from training.validation import ValidationLoss
 
 log = logging.getLogger(__name__)
 
@@ -158,5 +158,5 @@ def build_hooks(
             hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, recipe, sampler, plan.scoring)
             active.append(hook)
     if validation:
-        active.append(Validation(run.results, cfg.evaluation.every, validation))
+        active.append(ValidationLoss(run.results, cfg.evaluation.every, validation))
     return active

@@ -37,7 +37,7 @@ class StratifiedRandom(SeedRandom):
 
 
 @dataclass
-class Validation(EvaluationHook):
+class ValidationLoss(EvaluationHook):
     """A hook that measures the mean validation loss and the mean loss in each noise level bin.
 
     Item i always has the same noise and the same noise level, which is a fixed quantile of the noise levels in training.
