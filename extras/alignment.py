@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from common.errors import UserError, name_key
 from configs.schema import TrainConfig
 from evaluations.vit import Encoder
-from latents.shards import LatentDataset
+from latents.dataset import LatentDataset
 from routing_module import TokenRouter
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from latents.shards import LatentDataset, ShardInfo, evenly_spaced_items, mean_and_log_variance, normalize_latents
+from latents.dataset import LatentDataset, evenly_spaced_items
+from latents.shards import ShardInfo, mean_and_log_variance, normalize_latents
 
 # Usual range of the network input's standard deviation divided by sigma_data. With EDM's sigma_data of 0.5, this ratio is 1.5 to
 # 2 for scaled SD-VAE latents, 10 for unscaled latents, and 0.3 for latents that were scaled twice.

@@ -9,7 +9,8 @@ import numpy as np
 
 from common.errors import UserError
 from evaluations.images import ImageSet, open_images
-from latents.shards import LatentDataset, shard_files
+from latents.dataset import LatentDataset
+from latents.shards import shard_files
 
 
 class PixelShards:

@@ -1,16 +1,13 @@
-"""Read and write latent shards in the native safetensors format, which docs/data.md describes.
+"""Define the native format of latents, which docs/data.md describes: shards (safetensors) and the manifest of their folder.
 
-Shards can also store JPEG files of the unmirrored images. `LatentDataset.fetch_with_images` mirrors the pixels on request.
+`latents.dataset` reads a folder of shards by index.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
-import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,23 +17,19 @@ from typing import Annotated, Literal
 import numpy as np
 import pydantic
 import torch
-from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import check_format, hash_bytes, hash_file, read_json, regular_file, write_atomically
-from common.images import hash_pixels, to_uint8
+from common.files import check_format, hash_bytes, read_json, regular_file, write_atomically
+from common.images import hash_pixels
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
-from latents.reader import FileReader
-
-log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardWriter` removes after all shards are written
-_STORED = ("latents", "latents_flip")
+STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
 Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
@@ -102,7 +95,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
     """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
-    for name in {*_STORED} & tensors.keys():
+    for name in {*STORED} & tensors.keys():
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} hold NaN or infinity in {tensors[name].dtype}")
@@ -132,6 +125,23 @@ def read_header(file: Path) -> tuple[dict, dict[str, int]]:
         return metadata, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
+def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
+    """Open a shard. Return the metadata, the memory-mapped tensors, and the offset of each tensor in the file."""
+    try:
+        shard = load_file(regular_file(file))
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
+    metadata, starts = read_header(file)
+    check_format(metadata, file)
+    try:
+        info = ShardInfo(**metadata)
+    except pydantic.ValidationError as e:
+        key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
+        raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
+    _check_tensors(file, info, shard)
+    return info, shard, starts
+
+
 def is_intact(file: Path) -> bool:
     """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
     try:
@@ -150,7 +160,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
             raise UserError(f"{file} holds {contents}; a latent shard needs {expected}")
 
     require(
-        {"latents", "labels"} <= shard.keys() <= {*_STORED, "labels", "images", "image_offsets", "image_hashes"},
+        {"latents", "labels"} <= shard.keys() <= {*STORED, "labels", "images", "image_offsets", "image_hashes"},
         "latents and labels",
     )
     latents, labels = shard["latents"], shard["labels"]
@@ -167,11 +177,6 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     are_classes = ((labels >= 0) & (labels < info.num_classes)).all()
     require(are_classes, f"labels from 0 to {info.num_classes - 1}, as num_classes says")
     require("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
-
-
-def evenly_spaced_items(num_items: int, at_most: int) -> np.ndarray:
-    """Return up to `at_most` evenly spaced item indices, int64 [n], which include the first and the last item."""
-    return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -234,153 +239,6 @@ def read_manifest_at(path: str | None) -> dict:
 def hash_of_shards(hashes: Mapping[str, str]) -> str:
     """Return a hash that identifies a data set with these hashes of its shards, in the order of the files."""
     return hash_bytes("".join(hashes.values()).encode())
-
-
-class LatentDataset:
-    """Data set that provides indexed access to the N latents in a folder of shards.
-
-    Attributes:
-        labels: Class labels [N] in int64.
-        channels, height, width: Shape of a latent. For `moments`, `channels` is half the number of stored channels.
-        has_flips: Whether the shards contain latents of the mirrored images.
-        has_jpegs: Whether the shards contain the images as JPEG files.
-        has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
-        class_names: Class names from the manifest, or None if the class names are unknown.
-        settings: Settings of the command that created the shards. The dictionary is empty without a manifest.
-        image_hashes: Hash of the image of each latent [N], int64, or None if not all shards contain hashes.
-
-    Args:
-        path: Folder of shards, or a single shard.
-        check_folder: Whether to reject unfinished folders and folders whose shards differ from the manifest.
-
-    Raises:
-        UserError: If there are no shards, if a shard is damaged, if a shard differs from the first shard in header, tensors or
-            shape, or if `check_folder` rejects the folder.
-    """
-
-    def __init__(self, path: str | Path, check_folder: bool = True):
-        self.path = Path(path)
-        if not self.path.exists():
-            raise UserError(f"{self.path} does not exist")
-        self.files = [self.path] if self.path.is_file() else shard_files(self.path)
-        manifest = read_manifest(self.path)
-        if check_folder and manifest is None and (self.path / UNFINISHED).exists():
-            raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
-        if not self.files:
-            raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
-        infos, shards, offsets = zip(*map(_open_shard, self.files))
-        names = [sorted(shard.keys() - {"image_hashes"}) for shard in shards]
-        layouts = [(i, n, shard["latents"].dtype, shard["latents"].shape[1:]) for i, n, shard in zip(infos, names, shards)]
-        for file, layout in zip(self.files, layouts):
-            if layout != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
-        self.info: ShardInfo = infos[0]
-        self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
-        hashes = [shard["image_hashes"].numpy() for shard in shards if "image_hashes" in shard]
-        self.image_hashes: np.ndarray | None = np.concatenate(hashes) if len(hashes) == len(shards) else None
-        latents = shards[0]["latents"][:0].numpy()
-        self._shape, self._dtype = latents.shape[1:], latents.dtype
-        self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
-        self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
-        self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
-        self._offsets = [[starts[name] for starts in offsets] for name in _STORED[: 1 + self.has_flips]]  # indices: [flip][shard]
-        if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
-            self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
-        self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
-        self._reader = FileReader(self.files)
-        channels, self.height, self.width = self._shape
-        self.channels = channels // (1 + (self.info.kind == "moments"))
-        self.class_names: list[str] | None = manifest and manifest.get("class_names")
-        self.settings: dict = manifest["settings"] if manifest else {}
-        if check_folder and manifest and manifest["shards"] != self.hashes:
-            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
-        if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
-            log.warning("%s has no %s: if it is a copy, copy it completely, or shards may be missing", self.path, MANIFEST)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read stored latents [b, C or 2C, H, W] and int64 labels [b].
-
-        Args:
-            indices: Item indices [b].
-            flips: Whether to read each item from `latents_flip`, bool [b].
-
-        Raises:
-            ValueError: If the lengths differ, or if `flips` requests mirrored latents that the shards do not contain.
-            IndexError: If an index is negative or too large.
-            UserError: If a shard is truncated or unreadable.
-        """
-        if len(indices) != len(flips) or (not self.has_flips and flips.any()):
-            mirrored = "mirrored latents" if self.has_flips else "no mirrored latents"
-            raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards hold {mirrored}")
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"items {indices.min()} to {indices.max()} are not all in 0 .. {len(self) - 1}")
-        values = np.empty((len(indices), *self._shape), dtype=self._dtype)
-        parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
-        # Read items one by one. Indexing each shard takes ten times longer if all items of a batch are in different shards.
-        for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
-            self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
-        return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
-
-    def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Read latents and labels like `fetch`, and also the images, uint8 [b, R, R, 3]. `has_images` must be True.
-
-        Mirror the images where `flips` is True. Raises UserError if an image is not a JPEG file of R x R pixels.
-        """
-        latents, labels = self.fetch(indices, flips)
-        if self.info.autoencoder == "identity":
-            return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])
-        size = self.info.resolution
-        images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
-        for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
-            start, stop = self._images[shard_idx][row : row + 2].tolist()
-            self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
-            # Use Pillow because torchvision's decoder is deprecated. Pillow releases the GIL while it decodes an image.
-            with as_user_error(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
-                if image.size != (size, size):
-                    raise ValueError(f"{image.width}x{image.height} pixels, not {size}x{size}")
-                pixels[:] = np.array(image.convert("RGB"))[:, :: -1 if flip else 1]
-        return latents, labels, torch.from_numpy(images)
-
-    def _locate(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return each item's shard index and its row within the shard."""
-        shards = np.searchsorted(self._first_item, indices, side="right") - 1
-        return shards.tolist(), (indices - self._first_item[shards]).tolist()
-
-    @functools.cached_property
-    def hashes(self) -> dict[str, str]:
-        """Map each shard's file name to the hash in its header. If the header contains no hash, compute the hash of the file."""
-        return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
-
-    def shared_with(self, other: LatentDataset) -> np.ndarray:
-        """Return for each item whether `other` contains its image, bool [N]. All are False if one of both has no hashes."""
-        if self.image_hashes is None or other.image_hashes is None:
-            return np.zeros(len(self), dtype=bool)
-        return np.isin(self.image_hashes, other.image_hashes)
-
-    @property
-    def hash(self) -> str:
-        """Return a hash that identifies the data set."""
-        return hash_of_shards(self.hashes)
-
-
-def _open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]]:
-    """Open a shard. Return the metadata, the memory-mapped tensors, and the offset of each tensor in the file."""
-    try:
-        shard = load_file(regular_file(file))
-    except (SafetensorError, OSError) as e:
-        raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    metadata, starts = read_header(file)
-    check_format(metadata, file)
-    try:
-        info = ShardInfo(**metadata)
-    except pydantic.ValidationError as e:
-        key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
-        raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
-    _check_tensors(file, info, shard)
-    return info, shard, starts
 
 
 def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:

@@ -16,8 +16,9 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from extras import alignment
 from extras.alignment import Alignment, ObservedNetwork, Projector, alignment_loss
+from latents.dataset import LatentDataset
 from latents.prepare.images import to_jpeg
-from latents.shards import LatentDataset, ShardInfo, pack_images, write_shard
+from latents.shards import ShardInfo, pack_images, write_shard
 from routing_module import Route
 from training.trainer import Trainer
 

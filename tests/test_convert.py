@@ -13,8 +13,9 @@ from test_webdataset import npy_members, pickle_members, sd_moments, write_tar
 import prepare_latents
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE
+from latents.dataset import LatentDataset
 from latents.prepare import write
-from latents.shards import LatentDataset, latents_for_network
+from latents.shards import latents_for_network
 
 NUM_ITEMS = 23
 LABELS = [(7 * i) % 10 for i in range(NUM_ITEMS)]

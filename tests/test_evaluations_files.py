@@ -14,8 +14,8 @@ import prepare_latents
 from common.errors import UserError
 from common.images import DRAWING, adm_center_crop
 from evaluations.images import ImageFolder, NpzImages, open_images, read_ahead, write_npz
+from latents.dataset import LatentDataset
 from latents.image_sets import open_image_set
-from latents.shards import LatentDataset
 from sampling.evaluator import open_reference
 
 

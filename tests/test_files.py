@@ -27,9 +27,9 @@ from common.errors import UserError
 from common.files import write_atomically
 from common.images import list_images
 from evaluations.images import open_images, write_npz
+from latents.dataset import LatentDataset
 from latents.prepare.convert import ConvertConfig
 from latents.prepare.encode import EncodeConfig
-from latents.shards import LatentDataset
 
 
 def open_run(folder):

@@ -32,7 +32,8 @@ from edm.sampler import HeunSampler
 from evaluations.record import DEFAULTS, Results, read_records
 from extras.report.experiments import group
 from extras.report.runs import read_runs
-from latents.shards import LatentDataset, ShardInfo, serialize_shard
+from latents.dataset import LatentDataset
+from latents.shards import ShardInfo, serialize_shard
 
 RUN, CHECKPOINT = Path("runs/run"), Path("runs/run/checkpoints/step_0000004")
 TRAIN = ["model=tread", "model.backbone=DiT-XS/4", "train.num_steps=4", "checkpoint.every=2", "checkpoint.keep_last=2"]

@@ -16,8 +16,9 @@ from test_edm import ListedRandom
 from common.errors import UserError
 from common.images import to_uint8
 from latents import autoencoders
+from latents.dataset import LatentDataset
 from latents.order import BatchOrder
-from latents.shards import LatentDataset, ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
+from latents.shards import ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
 from training import build
 
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)

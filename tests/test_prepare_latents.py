@@ -28,10 +28,11 @@ from configs import command_line
 from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
+from latents.dataset import LatentDataset
 from latents.prepare.images import describe_classes, open_labelled_images
 from latents.prepare.inspect import SourceImages
 from latents.prepare.write import ShardWriter
-from latents.shards import LatentDataset, ShardInfo, latents_for_network, normalize_latents, write_shard
+from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
 from training import build
 
 RESOLUTION = 32

@@ -20,7 +20,8 @@ from evaluations.suite import evaluate, metrics_for
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
-from latents.shards import LatentDataset, latents_for_network
+from latents.dataset import LatentDataset
+from latents.shards import latents_for_network
 
 NAMES = [metric.name for metric in metrics_for("small-fashion")]
 

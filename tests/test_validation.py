@@ -15,7 +15,7 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from edm import EDM
-from latents.shards import LatentDataset
+from latents.dataset import LatentDataset
 from training import build
 
 CPU = torch.device("cpu")

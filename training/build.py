@@ -17,7 +17,7 @@ from configs import schema
 from configs.settings import fill
 from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
-from latents.shards import LatentDataset
+from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from sampling.evaluator import Evaluator, build_detectors
 from sampling.recipe import compile_mode_for

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.files import append_line
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
-from latents.shards import LatentDataset
+from latents.dataset import LatentDataset
 from runtime.compilation import resolve_compile
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference

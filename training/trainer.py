@@ -18,8 +18,9 @@ from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
+from latents.dataset import LatentDataset
 from latents.order import BatchOrder, read_batches
-from latents.shards import LatentDataset, latents_for_network
+from latents.shards import latents_for_network
 from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
 from training.optimizers import OPTIMIZERS

@@ -14,7 +14,8 @@ from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
 from evaluations.record import Evaluation
-from latents.shards import LatentDataset, latents_for_network
+from latents.dataset import LatentDataset
+from latents.shards import latents_for_network
 from training.hooks import EvaluationHook
 from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
 

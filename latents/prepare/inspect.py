@@ -20,19 +20,11 @@ from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents import autoencoders
 from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
+from latents.dataset import LatentDataset, evenly_spaced_items
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
-from latents.shards import (
-    MANIFEST,
-    UNFINISHED,
-    LatentDataset,
-    evenly_spaced_items,
-    hash_latents,
-    is_intact,
-    mean_and_log_variance,
-    read_manifest,
-)
+from latents.shards import MANIFEST, UNFINISHED, hash_latents, is_intact, mean_and_log_variance, read_manifest
 from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from common.files import FORMAT, lock_file, write_atomically
 from common.images import is_hidden
 from common.progress import progress_bar
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
+from latents.dataset import LatentDataset
 from latents.shards import (
     MANIFEST,
     UNFINISHED,
-    LatentDataset,
     ShardInfo,
     hash_latents,
     is_intact,
