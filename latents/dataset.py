@@ -51,7 +51,7 @@ class LatentDataset:
         has_jpegs: Whether the shards contain the images as JPEG files.
         has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
         class_names: Class names from the manifest, or None if the class names are unknown.
-        settings: Settings of the command that created the shards. The dictionary is empty without a manifest.
+        encode_settings: Settings of the `encode` or `convert` that made the shards. The dictionary is empty without a manifest.
         image_hashes: Hash of the image of each latent [N], int64, or None if not all shards contain hashes.
 
     Args:
@@ -96,7 +96,7 @@ class LatentDataset:
         channels, self.height, self.width = self._shape
         self.channels = channels // (1 + (self.info.kind == "moments"))
         self.class_names: list[str] | None = manifest and manifest.get("class_names")
-        self.settings: dict = manifest["settings"] if manifest else {}
+        self.encode_settings: dict = manifest["settings"] if manifest else {}
         if check_folder and manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
         if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:

@@ -26,7 +26,7 @@ class PixelShards:
         self.shape = (len(self._dataset), self._dataset.height, self._dataset.width, 3)
         self.labels: np.ndarray | None = self._dataset.labels
         self.class_names: list[str] | None = self._dataset.class_names
-        self.background: str | None = self._dataset.settings.get("background")
+        self.background: str | None = self._dataset.encode_settings.get("background")
 
     def __len__(self) -> int:
         return self.shape[0]

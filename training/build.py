@@ -55,7 +55,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
     filled = {
         "data": data.model_copy(update=stored),
         "sampling": fill(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
-        "evaluation": fill(cfg.evaluation, {"background": dataset.settings.get("background", "white")}),
+        "evaluation": fill(cfg.evaluation, {"background": dataset.encode_settings.get("background", "white")}),
     }
     cfg = cfg.model_copy(update=filled)
     return fill_in_lengths(cfg, len(dataset)), dataset
@@ -111,7 +111,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
         if here != there and (key != "class_names" or differing_class(here, there)):
             raise UserError(f"evaluation.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
-    here, there = (data.settings.get("background") for data in (validation, dataset))
+    here, there = (data.encode_settings.get("background") for data in (validation, dataset))
     if here and there and not are_same_colour(here, there):
         problem = f"it was encoded with background={here}, but data.path={dataset.path} with background={there}"
         raise UserError(f"evaluation.validation={validation.path}: {problem}")

@@ -83,7 +83,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
         for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
             if recipe.settings() not in [other.settings() for other in evaluated]:  # intervals have no effect at cfg_scale=1
                 evaluated.append(recipe)
-        needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.settings
+        needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.encode_settings
         reference = open_reference(settings.reference, "evaluation.reference", *needs)
         scoring = scoring_settings(settings, reference)
     return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)

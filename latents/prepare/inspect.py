@@ -107,7 +107,7 @@ class SourceImages:
 
     def __init__(self, dataset: LatentDataset, folder: str):
         """Find the images. Raises UserError if their number differs from the number of latents."""
-        settings = dataset.settings
+        settings = dataset.encode_settings
         labels = "none" if dataset.info.num_classes == 1 else "first_level"
         self._source = open_labelled_images(folder, labels)
         keys = ("background", "pad", "grey", "value_range")
@@ -194,7 +194,7 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
     log.info("%d classes of %d to %d items; smallest: %s", len(counts), counts.min(), counts.max(), ", ".join(smallest[:3]))
     if num_empty := int((counts == 0).sum()):
         text = f"{num_empty} of {len(counts)} classes have no item: {', '.join(smallest[: min(num_empty, 5)])}"
-        if dataset.settings.get("part") != "validation":
+        if dataset.encode_settings.get("part") != "validation":
             yield text
         else:  # every 20th image misses small classes
             log.info("%s", text)
@@ -317,7 +317,7 @@ def _check_originals(
             cells = adaptive_avg_pool2d(error, min(16, info.resolution))
             is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
             constant += _are_constant(expected).tolist()
-        if dataset.image_hashes is not None and dataset.settings.get("command") == "encode":  # `convert` hashes latents
+        if dataset.image_hashes is not None and dataset.encode_settings.get("command") == "encode":  # `convert` hashes latents
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
     if constant:  # those of pixels are found without the images
