@@ -28,7 +28,7 @@ from common.images import hash_pixels
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
-UNFINISHED = ".unfinished"  # lock file, which `ShardWriter` removes after all shards are written
+UNFINISHED = ".unfinished"  # lock file, which `ShardFolder` removes after all shards are written
 STORED = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
 Part = Literal["all", "train", "validation"]

@@ -31,7 +31,7 @@ from latents.channel_statistics import are_mirrored
 from latents.dataset import LatentDataset
 from latents.prepare.images import describe_classes, open_labelled_images
 from latents.prepare.inspect import SourceImages
-from latents.prepare.write import ShardWriter
+from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
 from training import build
 
@@ -167,29 +167,29 @@ def test_samples_are_drawn_once_and_depend_only_on_the_seed_and_the_image(images
 
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
-    def writer():
-        return ShardWriter(tmp_path, INFO, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
+    def open_folder():
+        return ShardFolder(tmp_path, INFO, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
 
-    first, second, third = writer(), writer(), writer()
-    first.open()
+    first, opened = open_folder(), []
     for shard in first.missing():
-        first.write(shard, torch.tensor([0, 1]), {"latents": torch.randn(2, 1, 4, 4)})
+        first.writer.write(shard, torch.tensor([0, 1]), {"latents": torch.randn(2, 1, 4, 4)})
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
-        second.open()
+        open_folder()
     remove = Path.unlink
 
     def open_another_at_once(file, missing_ok=False):
         remove(file, missing_ok)
         if file.name == ".unfinished":
             monkeypatch.undo()
-            second.open()
+            opened.append(open_folder())
 
     monkeypatch.setattr(Path, "unlink", open_another_at_once)
     first.finish()
+    [second] = opened
     assert second.missing() == []
     with pytest.raises(UserError, match="another process is writing to "):
-        third.open()
+        open_folder()
     second.finish()
     assert contents(tmp_path) == before and not list(tmp_path.glob(".*")) and len(LatentDataset(tmp_path)) == 4
 

@@ -15,7 +15,7 @@ from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.images import count_classes
-from latents.prepare.write import SHARD_SIZE, Dtype, ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
 from latents.shards import Kind, ShardInfo, pack_images
 from latents.tars import check_parts
 
@@ -57,14 +57,13 @@ def convert(cfg: ConvertConfig) -> None:
     read_image = source.find_images(info.resolution) if cfg.keep_images == "jpeg" else None
     source_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
-    writer = ShardWriter(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
-    writer.open()
-    for shard in progress_bar(writer.missing(), unit="shards"):
+    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
+    for shard in progress_bar(folder.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_image is not None:
             tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
-        writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), tensors)
-    writer.finish(normalize=bool(cfg.normalize), source=cfg.path)
+        folder.writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), tensors)
+    folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 
 def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:

@@ -39,11 +39,11 @@ from latents.prepare.images import (
     open_labelled_images,
     to_jpeg,
 )
-from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder, ShardWriter
 from latents.shards import UNFINISHED, Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
 from latents.torch_files import read_channel_statistics
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import Seen, check_new_file, check_same, gather_lists, on_main
+from runtime.processes import Seen, check_new_file, check_same, gather_lists, keep_on_main, on_main
 
 log = logging.getLogger(__name__)
 
@@ -108,20 +108,22 @@ def encode(cfg: EncodeConfig) -> None:
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
     source = on_main(lambda: find_images(cfg))
     vae = load_autoencoder(cfg, accelerator.device)
-    check_same(functools.partial(see_source, source, vae, cfg))
+    weights_hash = vae.hash()
+    check_same(functools.partial(see_source, source, weights_hash, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
         source.choose(hashes, cfg.part, cfg.duplicates)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    writer, missing, unreadable = on_main(lambda: open_folder(source, vae, cfg))
-    check_new_file("output", writer.output / UNFINISHED)
+    folder = keep_on_main(lambda: open_folder(source, vae, weights_hash, cfg))
+    writer, missing, unreadable = on_main(lambda: plan_shards(folder, source, cfg))
+    check_new_file("output", Path(cfg.output) / UNFINISHED)
     # The error comes after every process has made its shards, because it ends all processes.
     unreadable += gather_lists(encode_images(source, vae, writer, missing[rank::num_processes], cfg, accelerator))
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
-    on_main(lambda: writer.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
+    on_main(lambda: folder.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
 
 
 def check_settings(cfg: EncodeConfig) -> None:
@@ -169,36 +171,40 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     return vae
 
 
-def see_source(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> list[Seen]:
+def see_source(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[Seen]:
     """Return what this process sees of the images and of the autoencoder's weights."""
-    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), vae.hash())
+    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
     return [Seen("images", Path(cfg.images), source.hash(0, 1)), weights]
 
 
-def open_folder(
-    source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig
-) -> tuple[ShardWriter, list[PlannedShard], list[dict]]:
-    """Lock the output folder. Return its writer, the missing shards, and the unreadable images of the other shards.
-
-    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
-    unreadable images, which are returned. With on_error=skip, no images are returned.
-    """
+def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
+    """Lock the output folder, and rename shards that are out of date."""
     info = describe_shards(source, vae, cfg)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": vae.hash(), "crop": "adm_center_crop"}
-    writer = ShardWriter(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
+    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
+    return ShardFolder(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
+
+
+def plan_shards(
+    folder: ShardFolder, source: LabelledImages, cfg: EncodeConfig
+) -> tuple[ShardWriter, list[PlannedShard], list[dict]]:
+    """Return what writes the shards, the missing shards, and the unreadable images of the other shards.
+
+    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
+    unreadable images, which are returned. With on_error=skip, no images are returned.
+    """
     readable, unreadable = {}, []
-    for shard, names in writer.open().items():
+    for shard, names in folder.left_out.items():
         batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
         unreadable += batch.left_out if cfg.on_error == "stop" else []
         readable |= {shard: source.names[batch.kept[0]]} if batch.kept else {}
     if not unreadable:  # a command that ends with an error makes no shard again
-        writer.make_again(readable)
-    counts = len(source), info.num_classes, len(missing := writer.missing()), len(writer.shards)
-    log.info("%d images in %d classes; %d of %d shards to make", *counts)
-    return writer, missing, unreadable
+        folder.make_again(readable)
+    missing, num_classes = folder.missing(), folder.writer.info.num_classes
+    log.info("%d images in %d classes; %d of %d shards to make", len(source), num_classes, len(missing), len(folder.shards))
+    return folder.writer, missing, unreadable
 
 
 def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:

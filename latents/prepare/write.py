@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -55,105 +55,12 @@ class PlannedShard:
     source_hash: str  # hash of the source items
 
 
+@dataclass(frozen=True)
 class ShardWriter:
-    """Writes the shards of a folder and finally its manifest.
+    """Writes shards of a `ShardFolder`. Every process can have one, and only the main process needs the folder."""
 
-    Args:
-        output: Folder for the shards.
-        info: Header of the shards.
-        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
-        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
-            changes, the writer creates the shard again. If all hashes change, the writer raises UserError.
-        num_items, shard_size: Number of source items, in total and per shard.
-        dtype: Data type of the stored latents.
-
-    Raises:
-        UserError: If the folder contains a different data set, or a shard that another program wrote.
-    """
-
-    def __init__(
-        self,
-        output: str,
-        info: ShardInfo,
-        settings: dict,
-        hash_items: Callable[[int, int], str],
-        num_items: int,
-        shard_size: int,
-        dtype: Dtype,
-    ):
-        self.output, self.info, self.dtype = Path(output), info, getattr(torch, dtype)
-        self.settings = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
-        self.shards = []
-        for number, start in enumerate(range(0, num_items, shard_size)):
-            stop, file = min(start + shard_size, num_items), self.output / f"latents_{number:05d}.safetensors"
-            self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
-        self._planned = {(shard.file, shard.source_hash) for shard in self.shards}
-        self._read_sources()
-
-    def __getstate__(self) -> dict:
-        """A copy in another process can write shards. The lock stays in the process that opened the folder."""
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def _read_sources(self) -> set[tuple[Path, str]]:
-        """Return the path and the source hash of each shard in the folder.
-
-        Raises UserError if a shard has different settings or comes from another program, or if all shards have different items.
-        """
-        sources, changed = set(), []
-        for file in shard_files(self.output):
-            provenance = read_header(file)[0].get("provenance")
-            if provenance is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
-                raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
-            sources.add((file, provenance["source"]))
-            for key in sorted(self.settings | provenance["settings"]):
-                before, now = provenance["settings"].get(key), self.settings.get(key)
-                # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
-                is_unused = key == "value_range" and before is None and not provenance["left_out"]
-                changed += [f"{key}: {before!r} -> {now!r}"] if before != now and not is_unused else []
-        others = [] if sources or not self.output.is_dir() else [file.name for file in self.output.iterdir()]
-        if others := sorted(name for name in others if not is_hidden(name) and name != MANIFEST):
-            raise UserError(f"output={self.output} holds {others[0]}, which this command did not write; choose another folder")
-        if sources and sources.isdisjoint(self._planned):
-            changed.append("made of other items")
-        if changed:
-            differences = "; ".join(dict.fromkeys(changed))
-            raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
-        return sources
-
-    def open(self) -> dict[PlannedShard, set[str]]:
-        """Lock the folder and rename invalid shards. One process must call `open` before it calls `missing`.
-
-        Return the names of the items that each other shard has left out. If some can be read now, call `make_again`.
-        """
-        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
-        self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
-        shards = {shard.file: shard for shard in self.shards}
-        reasons, left_out = {}, {}
-        for file, source in sorted(self._read_sources()):  # reread, because another process may have written shards meanwhile
-            if (file, source) not in self._planned:
-                reasons[file] = "was made from other items than the source holds now"
-            elif not is_intact(file):
-                reasons[file] = "changed after it was written"
-            elif entries := read_header(file)[0]["provenance"]["left_out"]:
-                left_out[shards[file]] = {entry["name"] for entry in entries}
-        self._rename(reasons)
-        return left_out
-
-    def make_again(self, readable: Mapping[PlannedShard, str]) -> None:
-        """Rename shards that have left out an item that can be read now, whose name `readable` gives."""
-        self._rename({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
-
-    def _rename(self, reasons: Mapping[Path, str]) -> None:
-        """Rename the shards in `reasons`, and remove the manifest if shards are missing."""
-        for file, reason in reasons.items():
-            backup = file.with_name(f".changed_{file.name}")
-            log.warning("%s %s; renamed to %s", file, reason, backup.name)
-            os.replace(file, backup)
-        if self.missing():
-            (self.output / MANIFEST).unlink(missing_ok=True)
-
-    def missing(self) -> list[PlannedShard]:
-        return [shard for shard in self.shards if not shard.file.exists()]
+    info: ShardInfo  # header of the shards
+    settings: dict  # all settings that affect the latents, in JSON types
 
     def write(
         self,
@@ -172,7 +79,8 @@ class ShardWriter:
             left_out: {"name", "problem"} for each unreadable item.
             notes: Number of items for each note of `common.images.read_rgb`.
         """
-        stored = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+        dtype = getattr(torch, self.settings["dtype"])
+        stored = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
         if "image_hashes" not in stored:
             stored["image_hashes"] = hash_latents(stored["latents"], self.info.kind)
         provenance = {
@@ -183,6 +91,110 @@ class ShardWriter:
         } | ({"notes": dict(notes)} if notes else {})
         write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, labels=labels, **stored))
 
+
+class ShardFolder:
+    """A folder that this process locks and fills with the planned shards. The constructor renames shards that are out of date.
+
+    Args:
+        output: Folder for the shards.
+        info: Header of the shards.
+        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
+        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
+            changes, the shard must be made again. If all hashes change, the folder holds another data set.
+        num_items, shard_size: Number of source items, in total and per shard.
+        dtype: Data type of the stored latents.
+
+    Attributes:
+        writer: Writes the shards, in any process.
+        shards: All planned shards.
+        left_out: Names of the items that finished shards have left out. If some can be read now, call `make_again`.
+
+    Raises:
+        UserError: If the folder contains a different data set, or a shard that another program wrote.
+    """
+
+    def __init__(
+        self,
+        output: str,
+        info: ShardInfo,
+        settings: dict,
+        hash_items: Callable[[int, int], str],
+        num_items: int,
+        shard_size: int,
+        dtype: Dtype,
+    ):
+        self.output = Path(output)
+        self.writer = ShardWriter(info, json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype})))
+        self.shards: list[PlannedShard] = []
+        for number, start in enumerate(range(0, num_items, shard_size)):
+            stop, file = min(start + shard_size, num_items), self.output / f"latents_{number:05d}.safetensors"
+            self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
+        self._planned = {(shard.file, shard.source_hash): shard for shard in self.shards}
+        self._check(self._read_provenance())  # before the lock, which writes a file
+        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
+        self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
+        provenance = self._read_provenance()  # again, because another process may have written shards meanwhile
+        self._check(provenance)
+        self.left_out: dict[PlannedShard, set[str]] = {}
+        reasons = {}
+        for file, made in provenance.items():
+            if (shard := self._planned.get((file, made["source"]))) is None:
+                reasons[file] = "was made from other items than the source holds now"
+            elif not is_intact(file):
+                reasons[file] = "changed after it was written"
+            elif made["left_out"]:
+                self.left_out[shard] = {entry["name"] for entry in made["left_out"]}
+        self._rename(reasons)
+
+    def missing(self) -> list[PlannedShard]:
+        return [shard for shard in self.shards if not shard.file.exists()]
+
+    def make_again(self, readable: Mapping[PlannedShard, str]) -> None:
+        """Rename shards that have left out an item that can be read now, whose name `readable` gives."""
+        self._rename({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
+
+    def _rename(self, reasons: Mapping[Path, str]) -> None:
+        """Rename the shards in `reasons`, and remove the manifest if shards are missing."""
+        for file, reason in reasons.items():
+            backup = file.with_name(f".changed_{file.name}")
+            log.warning("%s %s; renamed to %s", file, reason, backup.name)
+            os.replace(file, backup)
+        if self.missing():
+            (self.output / MANIFEST).unlink(missing_ok=True)
+
+    def _read_provenance(self) -> dict[Path, dict]:
+        """Return the provenance of each shard in the folder. Raises UserError for a shard of another program."""
+        provenance = {}
+        for file in shard_files(self.output):
+            provenance[file] = read_header(file)[0].get("provenance")
+            if provenance[file] is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
+                raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
+        return provenance
+
+    def _check(self, provenance: Mapping[Path, dict]) -> None:
+        """Raise UserError if shards have different settings, if all have different items, or if there are only other files."""
+        if not provenance and self.output.is_dir():
+            others = sorted(f.name for f in self.output.iterdir() if not is_hidden(f.name) and f.name != MANIFEST)
+            if others:
+                raise UserError(
+                    f"output={self.output} holds {others[0]}, which this command did not write; choose another folder"
+                )
+        changed = [change for made in provenance.values() for change in self._changed_settings(made)]
+        if provenance and self._planned.keys().isdisjoint((file, made["source"]) for file, made in provenance.items()):
+            changed.append("made of other items")
+        if changed:
+            differences = "; ".join(dict.fromkeys(changed))
+            raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
+
+    def _changed_settings(self, made: dict) -> Iterator[str]:
+        settings = self.writer.settings
+        for key in sorted(settings | made["settings"]):
+            before, now = made["settings"].get(key), settings.get(key)
+            # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
+            is_unused = key == "value_range" and before is None and not made["left_out"]
+            if before != now and not is_unused:
+                yield f"{key}: {before!r} -> {now!r}"
+
     def finish(
         self,
         class_names: list[str] | None = None,
@@ -191,7 +203,7 @@ class ShardWriter:
         problems: Mapping[str, str] | None = None,
         **entries: object,
     ) -> None:
-        """Write manifest.json and unlock the folder. One process must call `finish` after all shards are written.
+        """Write manifest.json and unlock the folder, after all shards are written.
 
         Args:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
@@ -202,24 +214,18 @@ class ShardWriter:
         Raises:
             UserError: If no item is readable, a channel to scale is constant, or the folder contains another program's shards.
         """
-        self._read_sources()
+        self._check(self._read_provenance())
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
-        left_out = [entry for shard in provenance for entry in shard["left_out"]]
+        left_out = [entry for made in provenance for entry in made["left_out"]]
         names = {entry["name"] for entry in left_out}
         left_out += [{"name": name, "problem": text} for name, text in (problems or {}).items() if name not in names]
-        notes = sum((Counter(shard.get("notes", {})) for shard in provenance), Counter())
-        sums = np.sum([shard["sums"] for shard in provenance], axis=0)
+        sums = np.sum([made["sums"] for made in provenance], axis=0)
         if not sums.any():
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]['problem']}")
         mean, std = (values.tolist() for values in mean_and_std(sums))
-        overall = overall_std(mean, std)
-        if (normalize and not all(std)) or (sigma_data is not None and not overall):
-            raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
-        if normalize:
-            self._change_headers(latents_mean=mean, latents_std=std)
-        if sigma_data is not None:
-            self._change_headers(scale_factor=round(sigma_data / overall, 4))
+        self._store_scale(mean, std, normalize, sigma_data)
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
+        notes = sum((Counter(made.get("notes", {})) for made in provenance), Counter())
         if (hashes := dataset.image_hashes) is not None and len(np.unique(hashes)) < len(hashes):
             notes["copies"] = len(hashes) - len(np.unique(hashes))
         manifest = {
@@ -234,7 +240,7 @@ class ShardWriter:
             "left_out": left_out,
             "notes": notes,
             **entries,
-            "settings": self.settings,
+            "settings": self.writer.settings,
             "shards": dataset.hashes,
         }
         write_atomically(self.output / MANIFEST, json.dumps(manifest, indent=1))
@@ -245,11 +251,16 @@ class ShardWriter:
         if left_out:
             log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, left_out[0]["problem"])
 
-    def _change_headers(self, **entries: object) -> None:
-        """Rewrite the shards with new ShardInfo entries. After an interruption, the next run rewrites the remaining shards."""
-        for shard in progress_bar(self.shards, unit="shards", desc="headers"):
+    def _store_scale(self, mean: list[float], std: list[float], normalize: bool, sigma_data: float | None) -> None:
+        """Store what scales all latents in the headers. After an interruption, the next run rewrites the remaining shards."""
+        overall = overall_std(mean, std)
+        if (normalize and not all(std)) or (sigma_data is not None and not overall):
+            raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
+        scale = {"latents_mean": mean, "latents_std": std} if normalize else {}
+        scale |= {"scale_factor": round(sigma_data / overall, 4)} if sigma_data is not None else {}
+        for shard in progress_bar(self.shards, unit="shards", desc="headers") if scale else ():
             info = LatentDataset(shard.file).info
-            if (changed := replace(info, **entries)) != info:
+            if (changed := replace(info, **scale)) != info:
                 blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
                 write_atomically(shard.file, blob)
 
