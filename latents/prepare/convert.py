@@ -54,14 +54,14 @@ def convert(cfg: ConvertConfig) -> None:
     log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
-    read_image = source.find_images(info.resolution) if cfg.keep_images == "jpeg" else None
+    read_jpeg = source.open_jpegs(info.resolution) if cfg.keep_images == "jpeg" else None
     source_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
     folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
     for shard in progress_bar(folder.missing(), unit="shards"):
         tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
-        if read_image is not None:
-            tensors |= pack_images([read_image(item) for item in range(shard.start, shard.stop)])
+        if read_jpeg is not None:
+            tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
         folder.writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), tensors)
     folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 

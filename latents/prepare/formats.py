@@ -62,7 +62,7 @@ class LatentSource:
             latents[:, number - start] = arrays
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
-    def find_images(self, resolution: int) -> Callable[[int], bytes]:
+    def open_jpegs(self, resolution: int) -> Callable[[int], bytes]:
         """Return a function that returns an item's JPEG file of `resolution` pixels."""
         raise UserError(f"keep_images=jpeg needs REPA's folder images/ next to vae-sd/; {self.path} has none")
 
@@ -172,7 +172,7 @@ class REPAFolder(LatentSource):
             raise ValueError("there are negative standard deviations")
         return [np.concatenate([mean, 2 * np.log(np.maximum(std, math.exp(-15)))])]  # clamp log-variances at -30
 
-    def find_images(self, resolution: int) -> Callable[[int], bytes]:
+    def open_jpegs(self, resolution: int) -> Callable[[int], bytes]:
         """Read images from `images/` next to `vae-sd/`. Like REPA, sort the names in both dataset.json files and pair them."""
         folder = Path(str(self.root)).parent / "images"
         with as_user_error(folder):
