@@ -9,10 +9,11 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
+from tqdm import tqdm
 
 from common.errors import UserError, as_user_error, list_problems
 from common.images import from_uint8
@@ -95,7 +97,7 @@ MAY_CHANGE_ON_RESUME |= {"scale_factor"}
 REPAIR = "repair or remove {}, or set on_error=skip"
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
-NUM_CHECKED = 10_000  # number of images that `find_images` reads
+NUM_CHECKED = 10_000  # number of images that `find_unreadable` reads
 
 
 def encode(cfg: EncodeConfig) -> None:
@@ -106,7 +108,7 @@ def encode(cfg: EncodeConfig) -> None:
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
-    source = on_main(lambda: find_images(cfg))
+    source = on_main(lambda: list_and_check_images(cfg))
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
     check_same(functools.partial(see_source, source, weights_hash, cfg))
@@ -138,14 +140,17 @@ def check_settings(cfg: EncodeConfig) -> None:
         raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
 
 
-def find_images(cfg: EncodeConfig) -> LabelledImages:
-    """List the images. Raise UserError if there are problems and on_error=stop. The message also lists unreadable images.
-
-    Only a source with problems is read, and only its first NUM_CHECKED images. `encode_images` finds the other unreadable images.
-    """
+def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
+    """List the images. If there are problems and on_error=stop, raise UserError, which also names unreadable images."""
     source = open_labelled_images(cfg.images, cfg.labels)
-    if not source.problems or cfg.on_error == "skip":
-        return source
+    if source.problems and cfg.on_error == "stop":
+        problems = dict.fromkeys([*source.problems.values(), *find_unreadable(source, cfg)])
+        raise UserError(f"images={cfg.images}: {list_problems([*problems], REPAIR)}")
+    return source
+
+
+def find_unreadable(source: LabelledImages, cfg: EncodeConfig) -> list[str]:
+    """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
 
     def problem(number: int) -> str | None:
         try:
@@ -156,8 +161,7 @@ def find_images(cfg: EncodeConfig) -> LabelledImages:
 
     numbers = range(min(len(source), NUM_CHECKED))
     checked = progress_bar(map_ahead(problem, numbers, cfg.num_workers), total=len(numbers), unit="images", desc="checking")
-    unreadable = [message for message in checked if message is not None]
-    raise UserError(f"images={cfg.images}: {list_problems([*dict.fromkeys([*source.problems.values(), *unreadable])], REPAIR)}")
+    return [message for message in checked if message is not None]
 
 
 def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
@@ -272,27 +276,42 @@ def encode_images(
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
-            kept, left_out, hashes, jpegs, notes, encoded = [], [], [], [], Counter(), [_no_latents(vae, cfg)]
-            for _ in range(shard.start, shard.stop, batch_size):
-                batch = next(batches)
-                kept, left_out, hashes = kept + batch.kept, left_out + batch.left_out, hashes + batch.hashes
-                jpegs, notes = jpegs + batch.jpegs, notes + batch.notes
-                is_written = not left_out or cfg.on_error == "skip"
-                if batch.kept and is_written:
-                    latents = _encode(batch, vae, cfg, accelerator.device)
-                    encoded[-1] = {name: tensor.cpu() for name, tensor in encoded[-1].items()}  # runs while the device encodes
-                    encoded.append(latents)
-                bar.update(len(batch.kept) + len(batch.left_out))
-            if not is_written:
-                unreadable += left_out
+            num_batches = len(range(shard.start, shard.stop, batch_size))
+            encoded = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
+            if encoded.left_out and cfg.on_error == "stop":
+                unreadable += encoded.left_out
                 continue
-            tensors = {name: torch.cat([part[name].cpu() for part in encoded]) for name in encoded[0]}
-            tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
-            tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
+            labels = torch.from_numpy(source.labels[encoded.kept])
             written.result()  # wait for the previous shard, so that at most one shard is queued
-            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), tensors, left_out, notes)
+            written = pool.submit(writer.write, shard, labels, encoded.tensors, encoded.left_out, encoded.notes)
         written.result()
     return unreadable
+
+
+class _EncodedShard(NamedTuple):
+    kept: list[int]  # indices of the readable images
+    tensors: dict[str, Tensor]  # tensors of the readable images for `ShardWriter.write`
+    left_out: list[dict]  # {"name", "problem"} for each unreadable image
+    notes: Counter[str]  # number of images for each note of `ReadImage`
+
+
+def _encode_shard(
+    batches: Iterable[_Batch], vae: Autoencoder, cfg: EncodeConfig, device: torch.device, bar: tqdm
+) -> _EncodedShard:
+    """Encode the batches of a shard. With on_error=stop, encode nothing after the first unreadable image."""
+    kept, left_out, hashes, jpegs, notes, latents = [], [], [], [], Counter(), [_no_latents(vae, cfg)]
+    for batch in batches:
+        kept, left_out, hashes = kept + batch.kept, left_out + batch.left_out, hashes + batch.hashes
+        jpegs, notes = jpegs + batch.jpegs, notes + batch.notes
+        if batch.kept and not (left_out and cfg.on_error == "stop"):
+            encoded = _encode(batch, vae, cfg, device)
+            latents[-1] = {name: tensor.cpu() for name, tensor in latents[-1].items()}  # runs while the device encodes
+            latents.append(encoded)
+        bar.update(len(batch.kept) + len(batch.left_out))
+    tensors = {name: torch.cat([part[name].cpu() for part in latents]) for name in latents[0]}
+    tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
+    tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
+    return _EncodedShard(kept, tensors, left_out, notes)
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
