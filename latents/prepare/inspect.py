@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from latents.dataset import LatentDataset, evenly_spaced_items
 from latents.order import map_ahead
 from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
-from latents.shards import MANIFEST, UNFINISHED, hash_latents, is_intact, mean_and_log_variance, read_manifest
+from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance, read_manifest
 from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,10 @@ def inspect(
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
-    source = None if images is None else SourceImages(dataset, images)
-    problems = find_problems(dataset, sigma_data, source, decoder, device) + shared
+    originals = None if images is None else SourceImages(dataset, images)
+    problems = find_problems(dataset, sigma_data, originals, decoder, device) + shared
     if is_drawn:
-        draw_grid(file, dataset, decoder, device, source)
+        draw_grid(file, dataset, decoder, device, originals)
     if problems:
         raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
     log.info("no problems were found")
@@ -146,19 +147,27 @@ def find_problems(
     log.info("%s: %d latents %s in %d files", dataset.path, len(dataset), size, len(dataset.files))
     log.info("latents of mirrored images: %s, JPEG files: %s", dataset.has_flips, dataset.has_jpegs)
     log.info("%s", dataset.info)
-    names = originals.names if originals else None
-    problems = [*_check_files(dataset), *_check_images(dataset), *_check_classes(dataset)]
-    problems += _check_values(dataset, sigma_data, names)
+    problems = [*_check_checksums(dataset), *_check_manifest(dataset)]
+    problems += [*_check_jpegs(dataset), *_check_flips(dataset), *_check_classes(dataset)]
+    latents, names = _read_all(dataset), originals.names if originals else None
+    problems += _check_finite(latents)
+    if latents.sums.any():
+        what = "latents" if dataset.image_hashes is None else "images"
+        problems += _check_repeats(dataset, latents.hashes, latents.are_constant, what, names)
+        problems += _check_standard_deviation(dataset, latents.sums, sigma_data)
     return problems + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
 
 
-def _check_files(dataset: LatentDataset) -> Iterator[str]:
+def _check_checksums(dataset: LatentDataset) -> Iterator[str]:
     hashes, first_file = dataset.hashes, {}  # first_file maps each hash to the first file with that hash
     for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
         if not is_intact(file):
             yield f"{file}: its checksum differs"
         elif (first := first_file.setdefault(hashes[file.name], file)) != file:
             yield f"{file} is a copy of {first.name}"
+
+
+def _check_manifest(dataset: LatentDataset) -> Iterator[str]:
     manifest = read_manifest(dataset.path)
     if manifest is None:
         log.info("there is no %s, so it is unknown whether latents are missing", MANIFEST)
@@ -168,18 +177,21 @@ def _check_files(dataset: LatentDataset) -> Iterator[str]:
     left_out = manifest.get("left_out", [])
     log.info("%s items could not be read when the folder was made", count_left_out(left_out))
     log_notes(manifest)
-    listed = manifest["shards"]
+    hashes, listed = dataset.hashes, manifest["shards"]
     for name in sorted(listed | hashes):
         if listed.get(name) != hashes.get(name):
             yield f"{dataset.path / name} {f'is not a file that {MANIFEST} lists' if name in hashes else 'is missing'}"
 
 
-def _check_images(dataset: LatentDataset) -> Iterator[str]:
+def _check_jpegs(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_jpegs:
         try:
             _fetch_images(dataset, evenly_spaced_items(len(dataset), 256))
         except UserError as e:
             yield str(e)
+
+
+def _check_flips(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_flips:
         latents, flipped = (x[:, : dataset.channels] for x in _fetch(dataset, evenly_spaced_items(len(dataset), 256)))
         if not are_mirrored(latents, flipped):
@@ -200,44 +212,32 @@ def _check_classes(dataset: LatentDataset) -> Iterator[str]:
             log.info("%s", text)
 
 
-def _check_values(dataset: LatentDataset, sigma_data: float, names: Sequence[str] | None) -> Iterator[str]:
-    """Check for NaN and infinity, and compare the standard deviation of the network input with `sigma_data`.
+class _Latents(NamedTuple):
+    """What a pass over all latents finds."""
 
-    `names` are the paths of the items' images, if they are known.
-    """
-    info, sums, not_finite, hashes, constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
-    has_images = dataset.image_hashes is not None
+    sums: np.ndarray  # result of `channel_sums`, over the finite latents
+    not_finite: list[int]  # items with NaN or infinity
+    hashes: np.ndarray  # hash of each item's image, or of its latent if those of images are unknown
+    are_constant: list[bool]  # whether each item is an image of a single colour; latents of an autoencoder do not show it
+
+
+def _read_all(dataset: LatentDataset) -> _Latents:
+    info, sums, not_finite, hashes, are_constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
         not_finite += (start + (~finite).nonzero()[:, 0]).tolist()
         sums += channel_sums(latents[finite], info.kind)
         means = mean_and_log_variance(latents.float(), info.kind)[0]
-        if not has_images:
+        if dataset.image_hashes is None:
             hashes.append(hash_latents(means, "sample").numpy())
-        constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
-    if not_finite:
-        yield f"{len(not_finite)} items hold NaN or Inf, {not_finite[0]} first"
-    if not sums.any():
-        return
-    hashes = dataset.image_hashes if has_images else np.concatenate(hashes)
-    yield from _check_repeats(dataset, hashes, constant, "images" if has_images else "latents", names)
-    stored_mean, stored_std = mean_and_std(sums)
-    mean, std = to_network_scale(stored_mean, stored_std, info)
-    log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
-        log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
-    overall = overall_std(mean, std)
-    times = overall / sigma_data
-    spread = f"a standard deviation of {overall:.3f} over all channels, {times:.2f} times sigma_data={sigma_data:g}"
-    log.info("the network input has %s (accepted: %g to %g times)", spread, *USUAL_STD)
-    half = dataset.channels // 2
-    if info.kind == "sample" and dataset.channels % 2 == 0 and (stored_mean + 2 * stored_std)[half:].max() < 0:
-        looks = f"the last {half} of {dataset.channels} channels look like log-variances (mean {stored_mean[half:].mean():.1f})"
-        yield f"{looks}, so these latents are kind=moments, not kind=sample"
-    if not USUAL_STD[0] <= times <= USUAL_STD[1]:
-        reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
-        yield f"{spread}, cannot be right: {reasons}"
+        are_constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
+    return _Latents(sums, not_finite, np.concatenate(hashes) if hashes else dataset.image_hashes, are_constant)
+
+
+def _check_finite(latents: _Latents) -> Iterator[str]:
+    if latents.not_finite:
+        yield f"{len(latents.not_finite)} items hold NaN or Inf, {latents.not_finite[0]} first"
 
 
 def _are_constant(images: Tensor) -> Tensor:
@@ -262,71 +262,100 @@ def _find_copies(hashes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _check_repeats(
-    dataset: LatentDataset, hashes: np.ndarray, constant: list[bool], what: str, names: Sequence[str] | None
+    dataset: LatentDataset, hashes: np.ndarray, are_constant: list[bool], what: str, names: Sequence[str] | None
 ) -> Iterator[str]:
-    """Count constant and repeated items in each class. Counts of at most FEW of a class are logged and are no problem."""
+    """Count constant and repeated items in each class. If they are at most FEW of a class, only log a warning.
 
-    def describe(item: int) -> str:
-        return f"{item} {names[item]}" if names else f"{item}"
-
+    `names` are the paths of the items' images, if they are known.
+    """
     labels, counts = dataset.labels, np.bincount(dataset.labels)
     repeat_of, shared_with = _find_copies(hashes, labels)
-    kinds = {
-        "are constant": np.where(constant, np.arange(len(labels)), -1),
+    equal_to = {  # for each kind, the item that an item equals (a constant item equals itself), or -1
+        "are constant": np.where(are_constant, np.arange(len(labels)), -1),
         f"repeat {what} of the class": repeat_of,
         f"equal {what} of another class": shared_with,
     }
-    numbers = {kind: np.bincount(labels[others >= 0], minlength=len(counts)) for kind, others in kinds.items()}
-    worst = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
-    lines = {True: [], False: []}  # whether the class is a problem -> lines
-    affected = np.argsort(-worst, kind="stable")[: np.count_nonzero(worst)]
-    for label in affected[:100]:
+    numbers = {kind: np.bincount(labels[others >= 0], minlength=len(counts)) for kind, others in equal_to.items()}
+    largest_share = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
+
+    def name(item: int) -> str:
+        return f"{item} {names[item]}" if names else f"{item}"
+
+    def describe_class(label: int) -> str:
         parts = []
-        for kind in [kind for kind in kinds if numbers[kind][label]]:
-            item = np.flatnonzero((labels == label) & (kinds[kind] >= 0))[0]
-            other = kinds[kind][item]
-            example = f"item {describe(item)}" + (f" equals {describe(other)}" if other != item else "")
+        for kind in [kind for kind in equal_to if numbers[kind][label]]:
+            item = np.flatnonzero((labels == label) & (equal_to[kind] >= 0))[0]
+            other = equal_to[kind][item]
+            example = f"item {name(item)}" + (f" equals {name(other)}" if other != item else "")
             parts.append(f"{numbers[kind][label]} {kind} ({example})")
-        caption = class_caption(label, dataset.class_names)
-        lines[bool(worst[label] > FEW)].append(f"class {caption}: of {counts[label]} {what}, {', '.join(parts)}")
-    for is_problem, texts in lines.items():
-        printed = texts[:5] + (["and more classes"] if len(texts) > 5 else [])
-        if is_problem:
-            yield from printed
-        elif printed:
-            log.warning("%s", "; ".join(printed))
+        return f"class {class_caption(label, dataset.class_names)}: of {counts[label]} {what}, {', '.join(parts)}"
+
+    def describe(classes: Sequence[int]) -> list[str]:
+        return [*map(describe_class, classes[:5])] + (["and more classes"] if len(classes) > 5 else [])
+
+    affected = np.argsort(-largest_share, kind="stable")[: np.count_nonzero(largest_share)][:100]
+    yield from describe([label for label in affected if largest_share[label] > FEW])
+    if few := describe([label for label in affected if largest_share[label] <= FEW]):
+        log.warning("%s", "; ".join(few))
+
+
+def _check_standard_deviation(dataset: LatentDataset, sums: np.ndarray, sigma_data: float) -> Iterator[str]:
+    """Log the mean and standard deviation of each channel, and compare those of the network input with `sigma_data`."""
+    info, (stored_mean, stored_std) = dataset.info, mean_and_std(sums)
+    mean, std = to_network_scale(stored_mean, stored_std, info)
+    log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
+    for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
+        log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
+    overall = overall_std(mean, std)
+    times = overall / sigma_data
+    spread = f"a standard deviation of {overall:.3f} over all channels, {times:.2f} times sigma_data={sigma_data:g}"
+    log.info("the network input has %s (accepted: %g to %g times)", spread, *USUAL_STD)
+    half = dataset.channels // 2
+    if info.kind == "sample" and dataset.channels % 2 == 0 and (stored_mean + 2 * stored_std)[half:].max() < 0:
+        looks = f"the last {half} of {dataset.channels} channels look like log-variances (mean {stored_mean[half:].mean():.1f})"
+        yield f"{looks}, so these latents are kind=moments, not kind=sample"
+    if not USUAL_STD[0] <= times <= USUAL_STD[1]:
+        reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
+        yield f"{spread}, cannot be right: {reasons}"
 
 
 def _check_originals(
     dataset: LatentDataset, originals: SourceImages, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
-    """Compare every latent with its image: by the stored hash, pixels exactly, decoded latents in the means of 16x16 cells."""
-    info, different, constant = dataset.info, [], []
+    """Compare every latent with its image, by the stored hash and by `_are_different`."""
+    info, different, are_constant = dataset.info, [], []
+    # `convert` hashes latents.
+    has_hashes = dataset.image_hashes is not None and dataset.encode_settings.get("command") == "encode"
     size = max(1, MAX_DECODED_PIXELS // info.resolution**2)
     images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
     for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
         items = np.arange(start, min(start + size, len(dataset)))
         read = [next(images) for _ in items]
         pixels = torch.from_numpy(np.stack([image.pixels for image in read]))
-        latents = _fetch_means(dataset, items)
-        if info.autoencoder == "identity":
-            is_different = (to_uint8(latents) != pixels).flatten(1).any(dim=1)
-        else:
-            expected = from_uint8(pixels)
-            error = decoder.decode(latents.to(device)).cpu().clamp(-1, 1) - expected
-            cells = adaptive_avg_pool2d(error, min(16, info.resolution))
-            is_different = cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
-            constant += _are_constant(expected).tolist()
-        if dataset.image_hashes is not None and dataset.encode_settings.get("command") == "encode":  # `convert` hashes latents
+        is_different = _are_different(_fetch_means(dataset, items), pixels, info, decoder, device)
+        if has_hashes:
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
-    if constant:  # those of pixels are found without the images
+        if info.autoencoder != "identity":  # `_read_all` finds constant pixels
+            are_constant += _are_constant(from_uint8(pixels)).tolist()
+    if are_constant:
         nothing_equal = np.arange(len(dataset))
-        yield from _check_repeats(dataset, nothing_equal, constant, "images", originals.names)
+        yield from _check_repeats(dataset, nothing_equal, are_constant, "images", originals.names)
     log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
     if different:
         names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
         yield f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}"
+
+
+def _are_different(
+    latents: Tensor, pixels: Tensor, info: ShardInfo, decoder: Autoencoder | None, device: torch.device | None
+) -> Tensor:
+    """Compare latents with images, uint8 [b, R, R, 3]: pixels exactly, decoded latents in the means of 16x16 cells. bool [b]."""
+    if info.autoencoder == "identity":
+        return (to_uint8(latents) != pixels).flatten(1).any(dim=1)
+    error = decoder.decode(latents.to(device)).cpu().clamp(-1, 1) - from_uint8(pixels)
+    cells = adaptive_avg_pool2d(error, min(16, info.resolution))
+    return cells.square().mean(dim=(1, 2, 3)).sqrt() > MAX_DIFFERENCE
 
 
 def find_shared(dataset: LatentDataset, other: LatentDataset) -> list[str]:
