@@ -500,7 +500,7 @@ def test_further_pages_and_frames_are_counted(tmp_path, caplog):
 def test_labels_come_from_edms_dataset_json_or_all_images_get_one_class(tmp_path):
     for i in range(4):
         random_image(np.random.default_rng(0)).save(tmp_path / f"{i}.png")
-    assert open_labelled_images(tmp_path, labels="none").labels.tolist() == [0, 0, 0, 0]
+    assert open_labelled_images(tmp_path, label_by="none").labels.tolist() == [0, 0, 0, 0]
     for pairs, message in (
         ([["4.png", 0]], "lists 4.png, which is not there"),
         ([["0.png", 0.5]], "is not .*whole number"),

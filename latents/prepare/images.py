@@ -218,12 +218,12 @@ class TarImages(LabelledImages):
         return io.BytesIO(self.items[index].read())
 
 
-def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImages:
+def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledImages:
     """Find images and their labels, and log what is left out.
 
     Args:
         path: Folder of images, folder of WebDataset tars, or a single tar.
-        labels: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
+        label_by: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
             `first_level` is like `auto`, but the classes are the first-level folders, with all that is below them, and the tars
             may belong to several parts of a data set.
 
@@ -240,15 +240,15 @@ def open_labelled_images(path: str | Path, labels: str = "auto") -> LabelledImag
     if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
     if not names:
-        if labels == "auto":
+        if label_by == "auto":
             check_parts(path, "or set labels=first_level to use all")
-        images = TarImages(path, labels != "none")
-    elif labels == "none":
+        images = TarImages(path, label_by != "none")
+    elif label_by == "none":
         images = LabelledImages(path, names, [0] * len(names))
     elif os.path.lexists(path / "dataset.json"):
         images = _label_by_json(path, names)
     else:
-        images = _label_by_folder(path, names, labels, problems)
+        images = _label_by_folder(path, names, label_by == "first_level", problems)
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     if unread:
@@ -280,19 +280,19 @@ MAX_PARTS = 6  # a data set with more first-level folders has classes there, suc
 _EDM_NAME = re.compile(r"\d{5}/img\d{8}\.\w+")  # name of an image that EDM's dataset_tool.py wrote
 
 
-def _label_by_folder(path: Path, names: list[str], labels: str, problems: dict[str, str]) -> LabelledImages:
-    """Label each image by the folder that holds it, or by its first-level folder if labels=first_level.
+def _label_by_folder(path: Path, names: list[str], by_first_level: bool, problems: dict[str, str]) -> LabelledImages:
+    """Label each image by the folder that holds it, or by its first-level folder. Add class folders without images to `problems`.
 
     As in torchvision, number the classes by their sorted names.
     """
     folders = [os.path.dirname(name) for name in names]
-    if labels == "first_level":
+    if by_first_level:
         folders = [folder.partition("/")[0] for folder in folders]
     if "" in folders or len(set(folders)) == 1:
         example = names[folders.index("")] if "" in folders else f"images in {folders[0]}/ alone"
         raise UserError(f"images={path} must hold a folder per class, but holds {example}; set labels=none for a single class")
-    if labels != "first_level":
-        _check_folders(path, names, sorted(set(folders)))
+    if not by_first_level:
+        _check_class_folders(path, names, sorted(set(folders)))
     class_of = [os.path.basename(folder) for folder in folders]
     classes = sorted(set(class_of))
     for folder in path.glob("/".join(["*"] * len(folders[0].split("/")))):
@@ -304,25 +304,32 @@ def _label_by_folder(path: Path, names: list[str], labels: str, problems: dict[s
     return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
 
 
-def _check_folders(path: Path, names: list[str], folders: list[str]) -> None:
+def _check_class_folders(path: Path, names: list[str], folders: list[str]) -> None:
     """Raise UserError if `folders`, which hold the images, are parts of a data set, at several depths, or of equal names."""
     first_level = sorted({folder.partition("/")[0] for folder in folders})
     by_depth = sorted(names, key=lambda name: name.count("/"))
-    first = {os.path.basename(folder): folder for folder in reversed(folders)}
-    give = path / next((name for name in first_level if "train" in split_names(name)), first_level[0])
-    same = [folder for folder in folders if first[os.path.basename(folder)] != folder]
-    remedy = f"set labels=first_level to make {', '.join(first_level[:3])}{', ...' * (len(first_level) > 3)} the classes"
     if len({part for name in first_level for part in split_names(name)}) > 1 and len(first_level) <= MAX_PARTS:
-        held = f"{', '.join(first_level)}, which are parts of a data set; give images={give}"
+        part = next((name for name in first_level if "train" in split_names(name)), first_level[0])
+        held = f"{', '.join(first_level)}, which are parts of a data set; give images={path / part}"
     elif by_depth[0].count("/") < by_depth[-1].count("/"):
         held = f"images at several depths ({by_depth[0]}, {by_depth[-1]}); put all images into folders of one depth"
-    elif same:
-        held = f"folders of equal names ({first[os.path.basename(same[0])]}, {same[0]}); give one of the folders above them"
+    elif same := _find_equal_names(folders):
+        held = f"folders of equal names ({', '.join(same)}); give one of the folders above them"
     elif all(map(_EDM_NAME.fullmatch, names)):
         held = f"EDM's folders ({folders[0]}, ...) without their dataset.json; add it, set labels=none for a single class"
     else:
         return
+    remedy = f"set labels=first_level to make {', '.join(first_level[:3])}{', ...' * (len(first_level) > 3)} the classes"
     raise UserError(f"images={path} holds {held}, or {remedy}")
+
+
+def _find_equal_names(folders: list[str]) -> tuple[str, str] | None:
+    """Return two folders whose last parts are equal, if there are any."""
+    first: dict[str, str] = {}
+    for folder in folders:
+        if (other := first.setdefault(os.path.basename(folder), folder)) != folder:
+            return other, folder
+    return None
 
 
 def describe_classes(images: LabelledImages) -> str:
