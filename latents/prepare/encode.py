@@ -201,7 +201,7 @@ def plan_shards(
     """
     readable, unreadable = {}, []
     for shard, names in folder.left_out.items():
-        batch = _read_batch(source, cfg, False, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
+        batch = _read_batch(source, cfg, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
         unreadable += batch.left_out if cfg.on_error == "stop" else []
         readable |= {shard: source.names[batch.kept[0]]} if batch.kept else {}
     if not unreadable:  # a command that ends with an error makes no shard again
@@ -237,7 +237,7 @@ class _Batch(NamedTuple):
     notes: Counter[str]  # number of images for each note of `ReadImage`
 
 
-def _read_batch(source: LabelledImages, cfg: EncodeConfig, pin_memory: bool, numbers: Sequence[int]) -> _Batch:
+def _read_batch(source: LabelledImages, cfg: EncodeConfig, numbers: Sequence[int], pin_memory: bool = False) -> _Batch:
     images, kept, left_out, read = [], [], [], image_reader(cfg)
     for number in numbers:
         name = source.names[number]
@@ -271,34 +271,29 @@ def encode_images(
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
-    batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory), batch_ranges, cfg.num_workers)
+    batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
         for shard in shards:
             num_batches = len(range(shard.start, shard.stop, batch_size))
-            encoded = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
-            if encoded.left_out and cfg.on_error == "stop":
-                unreadable += encoded.left_out
+            tensors, kept, left_out, notes = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
+            if left_out and cfg.on_error == "stop":
+                unreadable += left_out
                 continue
-            labels = torch.from_numpy(source.labels[encoded.kept])
             written.result()  # wait for the previous shard, so that at most one shard is queued
-            written = pool.submit(writer.write, shard, labels, encoded.tensors, encoded.left_out, encoded.notes)
+            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), tensors, left_out, notes)
         written.result()
     return unreadable
 
 
-class _EncodedShard(NamedTuple):
-    kept: list[int]  # indices of the readable images
-    tensors: dict[str, Tensor]  # tensors of the readable images for `ShardWriter.write`
-    left_out: list[dict]  # {"name", "problem"} for each unreadable image
-    notes: Counter[str]  # number of images for each note of `ReadImage`
-
-
 def _encode_shard(
     batches: Iterable[_Batch], vae: Autoencoder, cfg: EncodeConfig, device: torch.device, bar: tqdm
-) -> _EncodedShard:
-    """Encode the batches of a shard. With on_error=stop, encode nothing after the first unreadable image."""
+) -> tuple[dict[str, Tensor], list[int], list[dict], Counter[str]]:
+    """Encode the batches of a shard. Return the tensors to write, and `kept`, `left_out` and `notes` of all batches.
+
+    With on_error=stop, encode nothing after the first unreadable image.
+    """
     kept, left_out, hashes, jpegs, notes, latents = [], [], [], [], Counter(), [_no_latents(vae, cfg)]
     for batch in batches:
         kept, left_out, hashes = kept + batch.kept, left_out + batch.left_out, hashes + batch.hashes
@@ -311,7 +306,7 @@ def _encode_shard(
     tensors = {name: torch.cat([part[name].cpu() for part in latents]) for name in latents[0]}
     tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
     tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
-    return _EncodedShard(kept, tensors, left_out, notes)
+    return tensors, kept, left_out, notes
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
