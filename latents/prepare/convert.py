@@ -71,12 +71,8 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
     channels, height, width = source.shape
     kind = cfg.kind or source.kind
     scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)
-    if kind == "sample" and channels == 8 and cfg.autoencoder in (None, *SD_SPECS):
-        reason = "8 channels are the mean and log-variance of SD-VAE's 4 channels: give kind=moments"
-        raise UserError(f"{source.path}: kind=sample, but {reason}, or autoencoder= for an autoencoder with 8 channels")
-    if kind == "moments" and channels == 4 and cfg.autoencoder in (None, *SD_SPECS):
-        reason = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
-        raise UserError(f"{source.path}: kind=moments, but {reason}, or autoencoder= for an autoencoder with 2 channels")
+    if cfg.autoencoder in (None, *SD_SPECS):
+        _check_channels_of_sd_vae(source.path, kind, channels)
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
     scale_factor, factor, *statistics = known_scaling(autoencoder or "none") or (None, None, None, None)
     if cfg.normalize is not None or source.channel_statistics:  # these replace the autoencoder's own statistics
@@ -101,3 +97,13 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
         except UserError as e:
             log.warning("%s; the shards will name it, and sampling needs it", e)
     return ShardInfo(**header, latents_mean=statistics[0], latents_std=statistics[1]), scale
+
+
+def _check_channels_of_sd_vae(path: Path, kind: str | None, channels: int) -> None:
+    """Raise UserError if the number of channels belongs to the other kind of SD-VAE's latents."""
+    if kind == "sample" and channels == 8:
+        reason = "8 channels are the mean and log-variance of SD-VAE's 4 channels: give kind=moments"
+        raise UserError(f"{path}: kind=sample, but {reason}, or autoencoder= for an autoencoder with 8 channels")
+    if kind == "moments" and channels == 4:
+        reason = "4 channels are samples of SD-VAE, whose moments have 8 channels: give kind=sample and scale="
+        raise UserError(f"{path}: kind=moments, but {reason}, or autoencoder= for an autoencoder with 2 channels")
