@@ -215,11 +215,12 @@ def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig)
     """Return the header of the shards. The user's statistics replace the autoencoder's own."""
     num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
     log.info("%s", describe_classes(source))
-    scale_factor, _, *statistics = vae.scaling
-    if cfg.latents_stats or cfg.normalize or cfg.sigma_data:
-        statistics = read_channel_statistics(Path(cfg.latents_stats), vae.channels) if cfg.latents_stats else ()
-        scale_factor = scale_factor if cfg.sigma_data else 1.0
-    return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, *statistics)
+    scale_factor, _, mean, std = vae.scaling
+    if cfg.latents_stats:
+        scale_factor, (mean, std) = 1.0, read_channel_statistics(Path(cfg.latents_stats), vae.channels)
+    elif cfg.normalize or cfg.sigma_data:  # `ShardFolder.finish` stores the measured statistics or scale factor
+        scale_factor, mean, std = 1.0 if cfg.normalize else scale_factor, None, None
+    return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, mean, std)
 
 
 def image_reader(cfg: EncodeConfig) -> ImageReader:
