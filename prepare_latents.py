@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 
 from configs import command_line
+from configs.arguments import run_command
 
 COMMANDS = {
     "encode": "latents.prepare.encode:encode",
@@ -29,7 +30,7 @@ KEYS = {"encode": "latents.prepare.encode:EncodeConfig", "convert": "latents.pre
 
 
 def main(arguments: list[str]) -> None:
-    command_line.run_command(COMMANDS, __doc__, arguments, KEYS)
+    run_command(COMMANDS, __doc__, arguments, KEYS)
 
 
 if __name__ == "__main__":

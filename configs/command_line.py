@@ -1,10 +1,8 @@
-"""Run the jobs of Hydra, read the command lines of the other commands, and print every user error as a single line."""
+"""Run the jobs of Hydra, and print every user error as a single line."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import io
 import logging
 import math
@@ -13,9 +11,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pkgutil import resolve_name
-from typing import get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, env_override
@@ -23,20 +19,18 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import create_model
 
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import NO_ROW, explain, job_overrides, joblib_worker, parse_argument, quote_letters
 from configs.schema import TrainConfig
-from configs.settings import S, Settings, flatten, has_interpolation, validate
+from configs.settings import S, flatten, has_interpolation, validate
 
 log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 TRACEBACKS = "TREAD_TRACEBACKS"  # the user's value of FULL_ERRORS, for the jobs of a sweep: `guard` sets FULL_ERRORS
-HELP = {"--help", "-h"}
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
@@ -247,61 +241,3 @@ def name_errors_of_omegaconf() -> Iterator[None]:
         yield
     except OmegaConfBaseException as e:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-
-
-def run_command(
-    commands: dict[str, str], description: str, arguments: list[str], keys: dict[str, str] | None = None, **further: object
-) -> None:
-    """Call the function that the first argument names, and pass the remaining `key=value` arguments to the function.
-
-    Args:
-        commands: Maps each command to "module:function". A module is imported only when its command runs.
-        description: Text that `--help` prints.
-        keys: Maps a command to "module:class" if its function accepts one object. The fields of the class are the command's keys.
-        further: Further values for the function.
-    """
-    name, *typed = arguments or ["--help"]
-    if name in HELP:
-        sys.stdout.write(description)
-        return
-    if name not in commands:
-        raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
-    settings_class = (keys or {}).get(name)
-    if HELP & set(typed):
-        sys.stdout.write(source_of(settings_class or commands[name]))
-        return
-    function = resolve_name(commands[name])
-    target = resolve_name(settings_class) if settings_class else function
-    parameters = inspect.signature(target, eval_str=True).parameters.values()
-    types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
-    texts = {key for key, kind in get_type_hints(target).items() if kind in (str, str | None)}
-    raw = dict(read_argument(argument, texts) for argument in typed) | further
-    values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
-    function(target(**values)) if settings_class else function(**values)
-
-
-def read_argument(argument: str, texts: Collection[str]) -> tuple[str, object]:
-    """Return the key and the value of `key=value`, with interpolations resolved.
-
-    The value of a key in `texts` is the text as it was typed. Hydra's grammar reads text in quotes, `null`, and the values of all
-    other keys. Values that only a sweep can have are refused.
-    """
-    key, equals, value = argument.partition("=")
-    if not equals or key not in texts or value == "null" or value.startswith(("'", '"')):
-        override = parse_argument(argument)
-        if override.is_sweep_override():
-            raise UserError(f"{argument}: write a list as {key}=[a,b], and text with commas as '{key}=\"a,b\"'")
-        value = override.value()
-    if isinstance(value, str) and "${" in value:  # such as ${oc.env:HOME}
-        with name_errors_of_omegaconf():
-            value = OmegaConf.create({key: value})[key]
-    return key, value
-
-
-def source_of(what: str) -> str:
-    """Return the source code of a class, or a function's signature and docstring, without importing the module."""
-    module, _, name = what.partition(":")
-    source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
-    end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
-    return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 
 from configs import command_line
+from configs.arguments import run_command
 
 TABLES, GUIDED = "evidence.tables", "evidence.guided"
 COMMANDS = {
@@ -21,4 +22,4 @@ COMMANDS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:]))
+    command_line.guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))

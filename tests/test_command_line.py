@@ -21,7 +21,8 @@ import train as train_script
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
 from configs import command_line
-from configs.command_line import guard, run_command, run_job
+from configs.arguments import run_command
+from configs.command_line import guard, run_job
 from configs.compose import CONFIGS, parse_argument
 from configs.schema import Numbers, TrainConfig
 from runtime import machine

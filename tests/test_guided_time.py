@@ -15,7 +15,7 @@ from conftest import REPOSITORY, forget_accelerate, make_shard, wait_for
 from scipy.stats import ttest_1samp
 
 from common.errors import UserError
-from configs import command_line
+from configs.arguments import run_command
 from evaluations.images import write_npz
 from evidence import guided
 from evidence.__main__ import COMMANDS
@@ -82,7 +82,7 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
         for task, arguments in given.items():
             commands.append(task)
             forget_accelerate()
-            command_line.run_command(COMMANDS, "", arguments)
+            run_command(COMMANDS, "", arguments)
             recorder.record(*task)
 
     monkeypatch.setattr(guided, "run_all", run_here)

@@ -15,7 +15,7 @@ from PIL import Image
 from stand_ins import cache_untrained_autoencoder
 
 import prepare_latents
-from configs import command_line
+from configs.arguments import run_command
 from evidence import __main__ as evidence
 from extras.benchmarks import __main__ as benchmarks
 from extras.weights import __main__ as weights
@@ -84,7 +84,7 @@ def test_every_other_command_of_a_page_has_keys_and_values_that_the_command_acce
         if main := getattr(programs[program], "main", None):
             main(arguments)
         else:
-            command_line.run_command(programs[program].COMMANDS, "", arguments)
+            run_command(programs[program].COMMANDS, "", arguments)
     assert len(called) == len(commands) > 15
     assert {"encode", "convert", "inspect", "reference", "detector", "fetch", "import_weights", "step"} <= {*called}
     assert {"show_all", "guided", "collect"} <= {*called}

@@ -23,7 +23,7 @@ from checkpoints import load, store
 from checkpoints.checkpoint import read_checkpoint, resolve_checkpoint
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.command_line import run_command
+from configs.arguments import run_command
 from edm import EDM
 from extras import lightningdit
 from extras.ddpm import DDPM

@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs import command_line as cli
+from configs import command_line
+from configs.arguments import HELP, run_command
 
 STEPS = "extras.benchmarks.steps"
 KERNELS = "extras.benchmarks.kernels"
@@ -32,11 +33,11 @@ OWN_KEYS = ("variants", "rounds", "steps", "warmup", "turns", "traces")
 def main(arguments: Sequence[str]) -> None:
     name, *settings = arguments or ["--help"]
     further = {}
-    if name in ("step", "profile") and not cli.HELP & {*settings}:
+    if name in ("step", "profile") and not HELP & {*settings}:
         further["overrides"] = [argument for argument in settings if argument.partition("=")[0] not in OWN_KEYS]
         settings = [argument for argument in settings if argument not in further["overrides"]]
-    cli.run_command(COMMANDS, __doc__, [name, *settings], **further)
+    run_command(COMMANDS, __doc__, [name, *settings], **further)
 
 
 if __name__ == "__main__":
-    cli.guard(lambda: main(sys.argv[1:]))
+    command_line.guard(lambda: main(sys.argv[1:]))

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.errors import UserError
-from configs import command_line as cli
+from configs import command_line
+from configs.arguments import HELP
 from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
@@ -32,7 +33,7 @@ NOTES = """## How to read this
 
 
 def main(arguments: Sequence[str]) -> None:
-    if cli.HELP & {*arguments}:
+    if HELP & {*arguments}:
         sys.stdout.write(__doc__)
         return
     folders = [Path(argument) for argument in arguments]
@@ -71,4 +72,4 @@ def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    cli.guard(lambda: main(sys.argv[1:]))
+    command_line.guard(lambda: main(sys.argv[1:]))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 
 from configs import command_line
+from configs.arguments import run_command
 
 COMMANDS = {"import": "extras.weights.importing:import_weights"}
 
 if __name__ == "__main__":
-    command_line.guard(lambda: command_line.run_command(COMMANDS, __doc__, sys.argv[1:]))
+    command_line.guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
