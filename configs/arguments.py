@@ -14,8 +14,7 @@ from pydantic import create_model
 
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.command_line import name_errors_of_omegaconf
-from configs.compose import parse_argument
+from configs.compose import name_errors_of_omegaconf, parse_argument
 from configs.settings import Settings, validate
 
 HELP = {"--help", "-h"}

@@ -11,21 +11,21 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import NO_ROW, explain, job_overrides, joblib_worker, parse_argument, quote_letters
+from configs.compose import explain, job_overrides, joblib_worker, parse_config, quote_letters
 from configs.schema import TrainConfig
-from configs.settings import S, flatten, has_interpolation, validate
+from configs.settings import S
 
 log = logging.getLogger(__name__)
 
@@ -200,44 +200,3 @@ def fail_in_sweep(context: DictConfig, failure: str, has_diverged: bool) -> floa
 
         failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
     raise UserError(failure)
-
-
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
-    """Resolve the interpolations in a composed configuration and return validated settings.
-
-    Args:
-        overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
-        are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
-    """
-    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
-        raise UserError(NO_ROW)
-    if removed := next((override for override in overrides if override.startswith("~")), None):
-        raise UserError(
-            f"{removed}: every key has a value, so none can be removed; write {removed[1:].partition('=')[0]}=<value>"
-        )
-    with name_errors_of_omegaconf():
-        raw = OmegaConf.to_container(cfg, resolve=True)
-    settings = validate(
-        raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
-    )
-    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
-
-
-def expand_groups(overrides: Iterable[str]) -> Iterator[str]:
-    """Write groups that were given as dictionaries key by key: train={lr:1e-3} becomes train.lr=0.001."""
-    for override in overrides:
-        if "={" in override:
-            parsed = parse_argument(override)
-            yield from (f"{key}={value}" for key, value in flatten({parsed.key_or_group: parsed.value()}).items())
-        else:
-            yield override
-
-
-@contextlib.contextmanager
-def name_errors_of_omegaconf() -> Iterator[None]:
-    """Convert an error of an interpolation in the `with` block to a UserError that names the key."""
-    try:
-        yield
-    except OmegaConfBaseException as e:
-        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e

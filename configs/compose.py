@@ -1,12 +1,13 @@
-"""Compose a configuration from the files in configs/ and the command-line arguments."""
+"""Compose a configuration from the files in configs/ and the command-line arguments, and validate it."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -15,10 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.settings import GROUPS, flatten, nearest
+from configs.schema import TrainConfig
+from configs.settings import GROUPS, S, flatten, has_interpolation, nearest, validate
 
 CONFIGS = REPOSITORY / "configs"
 NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
@@ -100,6 +103,47 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
             return hydra.compose(config_name, overrides=[*map(quote_letters, overrides)])
     except (HydraException, ValueError) as e:  # model=3 raises ValueError
         raise UserError(explain(e, overrides, config_name)) from e
+
+
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
+    """Resolve the interpolations in a composed configuration and return validated settings.
+
+    Args:
+        overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
+        are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
+    """
+    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
+        raise UserError(NO_ROW)
+    if removed := next((override for override in overrides if override.startswith("~")), None):
+        raise UserError(
+            f"{removed}: every key has a value, so none can be removed; write {removed[1:].partition('=')[0]}=<value>"
+        )
+    with name_errors_of_omegaconf():
+        raw = OmegaConf.to_container(cfg, resolve=True)
+    settings = validate(
+        raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
+    )
+    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
+
+
+def expand_groups(overrides: Iterable[str]) -> Iterator[str]:
+    """Write groups that were given as dictionaries key by key: train={lr:1e-3} becomes train.lr=0.001."""
+    for override in overrides:
+        if "={" in override:
+            parsed = parse_argument(override)
+            yield from (f"{key}={value}" for key, value in flatten({parsed.key_or_group: parsed.value()}).items())
+        else:
+            yield override
+
+
+@contextlib.contextmanager
+def name_errors_of_omegaconf() -> Iterator[None]:
+    """Convert an error of an interpolation in the `with` block to a UserError that names the key."""
+    try:
+        yield
+    except OmegaConfBaseException as e:
+        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
 
 
 def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = "config") -> str:

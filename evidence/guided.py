@@ -205,8 +205,7 @@ def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
     import fid
     import train as train_script
     from configs import schema
-    from configs.command_line import parse_config
-    from configs.compose import compose_overrides
+    from configs.compose import compose_overrides, parse_config
 
     train_script.main(parse_config(compose_overrides(train), schema.TrainConfig))
     for arguments in evaluations:

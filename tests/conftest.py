@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 
 from common.files import REPOSITORY, hash_file
 from configs import schema
-from configs.command_line import parse_config
-from configs.compose import compose_overrides
+from configs.compose import compose_overrides, parse_config
 from latents.shards import ShardInfo, write_shard
 from runtime import machine
 

@@ -19,8 +19,7 @@ from common.errors import UserError
 from common.files import make_folder
 from common.types import PositiveInt, Text
 from configs import schema
-from configs.command_line import parse_config
-from configs.compose import compose_overrides
+from configs.compose import compose_overrides, parse_config
 from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine

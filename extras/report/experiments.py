@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpoints import store
 from common.roles import roles_of
-from configs.command_line import parse_config
-from configs.compose import CONFIGS, compose_overrides, row_names
+from configs.compose import CONFIGS, compose_overrides, parse_config, row_names
 from configs.schema import TrainConfig
 from configs.settings import flatten
 from evaluations.record import DEFAULTS
