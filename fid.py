@@ -52,4 +52,4 @@ def start(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    command_line.guard(start, "fid")
+    command_line.run_hydra(start, "fid")

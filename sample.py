@@ -41,4 +41,4 @@ def start(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    command_line.guard(start, "sample")
+    command_line.run_hydra(start, "sample")

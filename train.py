@@ -96,4 +96,4 @@ def start(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    command_line.guard(start, "config")
+    command_line.run_hydra(start, "config")

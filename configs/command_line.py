@@ -1,4 +1,4 @@
-"""Run the jobs of Hydra, and print every user error as a single line."""
+"""Print every user error as a single line, and let Hydra run the jobs of a command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.core.utils import JobReturn, JobRuntime, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -30,66 +31,52 @@ from configs.settings import S
 log = logging.getLogger(__name__)
 
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
-TRACEBACKS = "TREAD_TRACEBACKS"  # the user's value of FULL_ERRORS, for the jobs of a sweep: `guard` sets FULL_ERRORS
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
-_has_failed_run = False  # whether a run of this process's sweep failed
 
 
-hydras_result = JobReturn.return_value
+def explain_user_error(error: Exception) -> str | None:
+    """Return the message of a UserError, or None for any other error."""
+    return str(error) if isinstance(error, UserError) else None
 
 
-def read_result(job: JobReturn) -> object:
-    """Return the result of a job, or raise its error. Hydra's own property also prints a line about a job that failed."""
-    global _has_failed_run
-    _has_failed_run |= job.status == JobStatus.FAILED
-    with contextlib.redirect_stderr(io.StringIO()):
-        return hydras_result.fget(job)
-
-
-JobReturn.return_value = property(read_result, hydras_result.fset)
-
-
-def guard(action: Callable[[], object], config_name: str | None = None) -> None:
+def guard(action: Callable[[], object], explain_error: Callable[[Exception], str | None] = explain_user_error) -> None:
     """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead.
 
     Args:
-        config_name: For a command that Hydra runs, the name of its file in configs/.
+        explain_error: Returns the message for a user error, or None for an error that keeps its traceback.
     """
-    global _has_failed_run
-    _has_failed_run = False
-    wants_traceback = os.environ.get(FULL_ERRORS) == "1"
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # the shell closed it (2>&-)
-            setattr(sys, stream, open(os.devnull, "w"))
-        getattr(sys, stream).reconfigure(errors="backslashreplace")  # for letters that the locale lacks
-    if config_name is not None:
-        sys.argv[1:] = map(quote_letters, sys.argv[1:])
+    prepare_streams()
     if not any(word.startswith(("-i", "--info")) for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells may start background jobs with SIGINT ignored
-    # Hydra raises errors instead of printing them, and submitit's jobs find our modules from any folder.
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    traces = {FULL_ERRORS: "1", TRACEBACKS: str(int(wants_traceback))}
     try:
-        with exit_on_broken_pipe(), env_override({**traces, "PYTHONPATH": path}):
+        with exit_on_broken_pipe():
             action()
             leave_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
         sys.exit(128 + signal.SIGINT)
-    except SystemExit as stop:  # a signal may have stopped a sweep
-        if stop.code or not _has_failed_run:
-            raise
     except Exception as error:
-        text = explain_error(error, config_name)
-        if text is None or wants_traceback:
+        text = explain_error(error)
+        if text is None or wants_tracebacks():
             raise
         rank = os.environ.get("RANK")
         sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {text}")
-    if _has_failed_run:  # a signal, or a search that continues after failed runs
-        sys.exit("error: runs of the sweep failed; their errors are logged above")
+
+
+def wants_tracebacks() -> bool:
+    """Return whether user errors keep their traceback."""
+    return os.environ.get(FULL_ERRORS) == "1"
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr accept any text, also if the shell closed them or if the locale lacks letters."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the shell closed it (2>&-)
+            setattr(sys, stream, open(os.devnull, "w"))
+        getattr(sys, stream).reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -115,14 +102,86 @@ def leave_processes() -> None:
         processes.leave()
 
 
-def explain_error(error: Exception, config_name: str | None = None) -> str | None:
+def run_hydra(command: Callable[[], object], config_name: str) -> None:
+    """Let Hydra run the jobs of a command, and print every user error as one line.
+
+    Args:
+        command: A function with the decorator `hydra.main`.
+        config_name: The name of its file in configs/.
+    """
+    sys.argv[1:] = map(quote_letters, sys.argv[1:])
+
+    def run() -> None:
+        with raise_errors(), note_failures() as failures:
+            try:
+                command()
+            except SystemExit as stop:  # after a signal
+                if stop.code or not failures:
+                    raise
+            if failures:  # a signal stopped the sweep, or a search went on without the failed runs
+                sys.exit("error: runs of the sweep failed; their errors are logged above")
+
+    guard(run, partial(explain_error, config_name=config_name))
+
+
+@contextlib.contextmanager
+def raise_errors() -> Iterator[None]:
+    """Let Hydra raise errors in the `with` block, and let the jobs of submitit find our modules from any folder.
+
+    Hydra prints an error itself and exits, unless HYDRA_FULL_ERROR=1. It offers no other way to get the error. The jobs need the
+    value that the user set, for their logs. Every launcher copies Hydra's JobRuntime to its processes.
+    """
+    JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+        yield
+
+
+@contextlib.contextmanager
+def note_failures() -> Iterator[list[str]]:
+    """Yield a list that collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
+
+    Hydra stores what a job returns or raises in `JobReturn.return_value`, and raises the error again when the sweep reads it.
+    This property is replaced here, for two reasons. Reading an error also prints "Error executing job with overrides: [...]",
+    beside the one line that the user needs. And a sweep with failed runs would exit with 0 if a signal stops it before it reads
+    them, or if Optuna goes on without them (hydra.sweeper.max_failure_rate). Hydra's callbacks do not serve: `on_job_end` is
+    called in the process of the job, perhaps on another node, and `on_multirun_end` gets no results.
+    """
+    result, failures = JobReturn.return_value, []
+
+    def store(job: JobReturn, value: object) -> None:
+        if isinstance(value, Exception):
+            failures.append(str(value))
+        result.fset(job, value)
+
+    def read(job: JobReturn) -> object:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return result.fget(job)
+        except Exception as error:  # of a job in another process
+            failures.append(str(error))
+            raise
+
+    JobReturn.return_value = property(read, store)
+    try:
+        yield failures
+    finally:
+        JobReturn.return_value = result
+
+
+def explain_error(error: Exception, config_name: str = "config") -> str | None:
     """Return the message for the user that explains a user error, or None for any other error."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in LAUNCHING:
+        return explain(error, sys.argv[1:], config_name)
+    return None
+
+
+def raising_package(error: Exception) -> str:
+    """Return the package whose code raised an error. It is never OmegaConf, which works for Hydra or for our code."""
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # OmegaConf works for Hydra or for our code.
-    is_launching = next((package for package in reversed(packages) if package != "omegaconf"), "") in LAUNCHING
-    if not is_launching and not isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
-        return None
-    return str(error) if isinstance(error, UserError) else explain(error, sys.argv[1:], config_name or "config")
+    return next((package for package in reversed(packages) if package != "omegaconf"), "")
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
@@ -131,12 +190,12 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     In a sweep, an error ends only its job (`fail_in_sweep`).
     """
     log_to_stderr()
-    context = HydraConfig.get()
-    arguments, is_sweep = job_overrides(), context.mode == RunMode.MULTIRUN
+    hydra_cfg, arguments = HydraConfig.get(), job_overrides()
+    is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
-        check_launcher(context, is_sweep)
-        settings = parse_config(cfg, settings_class, arguments, not is_sweep)
-        if searcher_of(context) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+        check_launcher(hydra_cfg, is_sweep)
+        settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
+        if is_sweep and searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
             remedy = "set evaluation.every and evaluation.reference"
             raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
         metric = main(settings)
@@ -152,7 +211,16 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         failure = log_failure(error, arguments)
         has_diverged = isinstance(error, Diverged)
     # The error is gone here: Hydra keeps what a job raises until the sweep ends, and a traceback keeps all memory of the run.
-    return fail_in_sweep(context, failure, has_diverged)
+    return fail_in_sweep(hydra_cfg, failure, has_diverged)
+
+
+def check_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
+    """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
+    launcher = hydra_cfg.runtime.choices["hydra/launcher"]
+    if launcher != "basic" and not is_sweep:
+        raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
+    if is_connected() and launcher != "basic":
+        raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
 
 
 def is_connected() -> bool:
@@ -160,41 +228,29 @@ def is_connected() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def searcher_of(context: DictConfig) -> str | None:
-    """Return the sweeper that searches for the lowest metric, if Hydra runs a sweep with it."""
-    is_sweep = context.mode == RunMode.MULTIRUN
-    return next((name for name in SEARCHERS if is_sweep and f".hydra_{name}" in context.sweeper._target_), None)
-
-
-def check_launcher(context: DictConfig, is_sweep: bool) -> None:
-    """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
-    launcher = context.runtime.choices["hydra/launcher"]
-    if launcher != "basic" and not is_sweep:
-        raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
-    if is_connected() and launcher != "basic":
-        raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
+def searcher_of(hydra_cfg: DictConfig) -> str | None:
+    """Return the sweeper of a sweep if it searches for the lowest metric."""
+    return next((name for name in SEARCHERS if f".hydra_{name}" in hydra_cfg.sweeper._target_), None)
 
 
 def log_failure(error: Exception, arguments: Sequence[str]) -> str:
     """Log the error of a job of a sweep, and return the message."""
     text = explain_error(error)
     failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
-    log.error("%s", failure, exc_info=text is None or os.environ.get(TRACEBACKS) == "1")
+    log.error("%s", failure, exc_info=text is None or JobRuntime.instance().get(FULL_ERRORS))
     return failure
 
 
-def fail_in_sweep(context: DictConfig, failure: str, has_diverged: bool) -> float:
+def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float:
     """End a failed job of a sweep, which goes on with the next job and fails at its end.
 
     If the run diverged in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids its settings. With
     several connected processes, the first error ends the sweep, because the others may still be executing the failed run.
     """
-    global _has_failed_run
-    if has_diverged and searcher_of(context) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
-        return -math.inf if "max" in str(context.sweeper.get("direction")).lower() else math.inf
-    if is_connected() and context.runtime.choices["hydra/launcher"] == "basic":
+    if has_diverged and searcher_of(hydra_cfg) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+        return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
+    if is_connected() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
-    _has_failed_run = True
     if "SUBMITIT_EXECUTOR" in os.environ:
         import submitit  # an optional package, which must be there in its own job
 

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
 from configs import command_line
 from configs.arguments import run_command
-from configs.command_line import guard, run_job
+from configs.command_line import guard, run_hydra, run_job
 from configs.compose import CONFIGS, parse_argument
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
@@ -108,7 +108,7 @@ def start(monkeypatch, main, arguments, full_errors="0"):
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     monkeypatch.setenv(command_line.FULL_ERRORS, full_errors)
     command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
-    guard(command(lambda cfg: run_job(main, cfg, TrainConfig)), "config")
+    run_hydra(command(lambda cfg: run_job(main, cfg, TrainConfig)), "config")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_search_that_continues_after_a_failed_run_exits_with_1(monkeypatch, tm
             _ = job.return_value
 
     with pytest.raises(SystemExit, match="^error: runs of the sweep failed"):
-        guard(read_failure)
+        run_hydra(read_failure, "config")
 
 
 def test_other_commands_resolve_interpolations(monkeypatch):
