@@ -19,7 +19,7 @@ import hydra
 from omegaconf import DictConfig
 
 from common.errors import UserError
-from configs import command_line
+from configs import jobs
 from configs.schema import FidConfig
 
 
@@ -48,8 +48,8 @@ def main(cfg: FidConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 def start(cfg: DictConfig) -> float | None:
-    return command_line.run_job(main, cfg, FidConfig)
+    return jobs.run_job(main, cfg, FidConfig)
 
 
 if __name__ == "__main__":
-    command_line.run_hydra(start, "fid")
+    jobs.run_hydra(start, "fid")

@@ -16,7 +16,7 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from configs import command_line
+from configs import jobs
 from configs.schema import SampleConfig
 
 
@@ -37,8 +37,8 @@ def main(cfg: SampleConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
 def start(cfg: DictConfig) -> None:
-    command_line.run_job(main, cfg, SampleConfig)
+    jobs.run_job(main, cfg, SampleConfig)
 
 
 if __name__ == "__main__":
-    command_line.run_hydra(start, "sample")
+    jobs.run_hydra(start, "sample")

@@ -23,7 +23,7 @@ import hydra
 from omegaconf import DictConfig
 
 from common.errors import UserError
-from configs import command_line
+from configs import jobs
 from configs.schema import TrainConfig
 
 log = logging.getLogger("train")
@@ -92,8 +92,8 @@ def main(cfg: TrainConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def start(cfg: DictConfig) -> float | None:
-    return command_line.run_job(main, cfg, TrainConfig)
+    return jobs.run_job(main, cfg, TrainConfig)
 
 
 if __name__ == "__main__":
-    command_line.run_hydra(start, "config")
+    jobs.run_hydra(start, "config")

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 
 from checkpoints.checkpoint import Checkpoint
 from common.files import REPOSITORY
-from configs.compose import job_overrides
+from configs.jobs import job_overrides
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 

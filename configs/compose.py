@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
@@ -52,18 +50,6 @@ OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
 # The group sampler of sample.py and fid.py accepts all keys, because they depend on the run. `_Command.of_run` checks them.
 ConfigStore.instance().store("sampler_of_run", DictConfig({"sampler": DictConfig({}, flags={"struct": False})}))
-
-
-def job_overrides() -> list[str]:
-    """Return the arguments of the job that Hydra runs, with their interpolations as they were typed."""
-    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-
-
-def joblib_worker() -> int | None:
-    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
-    name, _, number = multiprocessing.current_process().name.partition("-")
-    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
-    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
 
 
 # A quoted string, or in group 1 text outside of quotes up to a character that separates values in Hydra's grammar.

@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
-from configs.compose import job_overrides, joblib_worker
+from configs.jobs import job_overrides, joblib_worker
 from runtime import processes
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,11 @@ import prepare_latents
 import train as train_script
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
-from configs import command_line
+from configs import command_line, jobs
 from configs.arguments import run_command
-from configs.command_line import guard, run_hydra, run_job
+from configs.command_line import guard
 from configs.compose import CONFIGS, parse_argument
+from configs.jobs import run_hydra, run_job
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
 
@@ -373,7 +374,7 @@ def test_the_failed_run_of_a_sweep_leaves_nothing_in_memory_for_the_next(error, 
         raise type(error)(*error.args)
 
     started = []
-    monkeypatch.setattr(command_line.log, "propagate", False)  # pytest keeps the records that it sees, with their errors
+    monkeypatch.setattr(jobs.log, "propagate", False)  # pytest keeps the records that it sees, with their errors
     with pytest.raises(SystemExit, match="diverged"):
         start(monkeypatch, fail, ["-m", "seed=0,1", f"output_dir={tmp_path}"])
     assert [alive for _, alive in started] == [[], [None]]

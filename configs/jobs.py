@@ -1,0 +1,203 @@
+"""Let Hydra run the jobs of a command: a single one, or those of a sweep or a search (-m)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobRuntime, env_override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.errors import Diverged, UserError, first_line
+from common.files import REPOSITORY
+from common.progress import log_to_stderr
+from configs.command_line import FULL_ERRORS, guard, leave_processes, wants_tracebacks
+from configs.compose import explain, parse_config, quote_letters
+from configs.schema import TrainConfig
+from configs.settings import S
+
+log = logging.getLogger(__name__)
+
+SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
+# Packages whose errors concern the command line or a launcher's job, and have clear messages.
+LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
+
+
+def run_hydra(command: Callable[[], object], config_name: str) -> None:
+    """Let Hydra run the jobs of a command, and print every user error as one line.
+
+    Args:
+        command: A function with the decorator `hydra.main`.
+        config_name: The name of its file in configs/.
+    """
+    sys.argv[1:] = map(quote_letters, sys.argv[1:])
+
+    def run() -> None:
+        with raise_errors(), note_failures() as failures:
+            try:
+                command()
+            except SystemExit as stop:  # after a signal
+                if stop.code or not failures:
+                    raise
+            if failures:  # a signal stopped the sweep, or a search went on without the failed runs
+                sys.exit("error: runs of the sweep failed; their errors are logged above")
+
+    guard(run, partial(explain_error, config_name=config_name))
+
+
+@contextlib.contextmanager
+def raise_errors() -> Iterator[None]:
+    """Let Hydra raise errors in the `with` block, and let the jobs of submitit find our modules from any folder.
+
+    Hydra prints an error itself and exits, unless HYDRA_FULL_ERROR=1. It offers no other way to get the error. The jobs need the
+    value that the user set, for their logs. Every launcher copies Hydra's JobRuntime to its processes.
+    """
+    JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+        yield
+
+
+@contextlib.contextmanager
+def note_failures() -> Iterator[list[str]]:
+    """Yield a list that collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
+
+    Hydra stores what a job returns or raises in `JobReturn.return_value`, and raises the error again when the sweep reads it.
+    This property is replaced here, for two reasons. Reading an error also prints "Error executing job with overrides: [...]",
+    beside the one line that the user needs. And a sweep with failed runs would exit with 0 if a signal stops it before it reads
+    them, or if Optuna goes on without them (hydra.sweeper.max_failure_rate). Hydra's callbacks do not serve: `on_job_end` is
+    called in the process of the job, perhaps on another node, and `on_multirun_end` gets no results.
+    """
+    result, failures = JobReturn.return_value, []
+
+    def store(job: JobReturn, value: object) -> None:
+        if isinstance(value, Exception):
+            failures.append(str(value))
+        result.fset(job, value)
+
+    def read(job: JobReturn) -> object:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return result.fget(job)
+        except Exception as error:  # of a job in another process
+            failures.append(str(error))
+            raise
+
+    JobReturn.return_value = property(read, store)
+    try:
+        yield failures
+    finally:
+        JobReturn.return_value = result
+
+
+def explain_error(error: Exception, config_name: str = "config") -> str | None:
+    """Return the message for the user that explains a user error, or None for any other error."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in LAUNCHING:
+        return explain(error, sys.argv[1:], config_name)
+    return None
+
+
+def raising_package(error: Exception) -> str:
+    """Return the package whose code raised an error. It is never OmegaConf, which works for Hydra or for our code."""
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((package for package in reversed(packages) if package != "omegaconf"), "")
+
+
+def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
+    """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
+
+    In a sweep, an error ends only its job (`fail_in_sweep`).
+    """
+    log_to_stderr()
+    hydra_cfg, arguments = HydraConfig.get(), job_overrides()
+    is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
+    try:
+        check_launcher(hydra_cfg, is_sweep)
+        settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
+        if is_sweep and searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+            remedy = "set evaluation.every and evaluation.reference"
+            raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
+        metric = main(settings)
+        if "SUBMITIT_EXECUTOR" in os.environ:
+            leave_processes()
+        return metric
+    except SystemExit as stop:  # after a signal
+        # The sweep's process would get this exit code, and no failure of another worker.
+        sys.exit(stop.code if joblib_worker() is None else stop.code or 1)
+    except Exception as error:
+        if not is_sweep:
+            raise
+        failure = log_failure(error, arguments)
+        has_diverged = isinstance(error, Diverged)
+    # The error is gone here: Hydra keeps what a job raises until the sweep ends, and a traceback keeps all memory of the run.
+    return fail_in_sweep(hydra_cfg, failure, has_diverged)
+
+
+def check_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
+    """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
+    launcher = hydra_cfg.runtime.choices["hydra/launcher"]
+    if launcher != "basic" and not is_sweep:
+        raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
+    if is_connected() and launcher != "basic":
+        raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
+
+
+def is_connected() -> bool:
+    """Return whether a launcher started this process together with others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def searcher_of(hydra_cfg: DictConfig) -> str | None:
+    """Return the sweeper of a sweep if it searches for the lowest metric."""
+    return next((name for name in SEARCHERS if f".hydra_{name}" in hydra_cfg.sweeper._target_), None)
+
+
+def log_failure(error: Exception, arguments: Sequence[str]) -> str:
+    """Log the error of a job of a sweep, and return the message."""
+    text = explain_error(error)
+    failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
+    log.error("%s", failure, exc_info=text is None or JobRuntime.instance().get(FULL_ERRORS))
+    return failure
+
+
+def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float:
+    """End a failed job of a sweep, which goes on with the next job and fails at its end.
+
+    If the run diverged in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids its settings. With
+    several connected processes, the first error ends the sweep, because the others may still be executing the failed run.
+    """
+    if has_diverged and searcher_of(hydra_cfg) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+        return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
+    if is_connected() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
+        sys.exit(1)
+    if "SUBMITIT_EXECUTOR" in os.environ:
+        import submitit  # an optional package, which must be there in its own job
+
+        failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
+    raise UserError(failure)
+
+
+def job_overrides() -> list[str]:
+    """Return the arguments of the job that Hydra runs, with their interpolations as they were typed."""
+    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+
+
+def joblib_worker() -> int | None:
+    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
+    name, _, number = multiprocessing.current_process().name.partition("-")
+    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
+    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
