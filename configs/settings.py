@@ -9,7 +9,7 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from common.errors import UserError
 
@@ -26,7 +26,11 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=Settings)
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
-OneOrMany = Union[T, Annotated[list[T], Field(min_length=1)]]  # noqa: UP007 (a generic alias)
+# A value or a list of values. The discriminator lets pydantic check, and report, only one of the two.
+OneOrMany = Annotated[
+    Union[Annotated[T, Tag("one")], Annotated[list[T], Field(min_length=1), Tag("many")]],  # noqa: UP007 (a generic alias)
+    Discriminator(lambda value: "many" if isinstance(value, list) else "one"),
+]
 
 
 def as_list(value: T | list[T]) -> list[T]:
@@ -47,23 +51,21 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as e:
-        numbers = [error for error in e.errors() if _is_number_for_text(error)]
-        found = {key: error["input"] for error in numbers if (key := _find(error, raw)) in typed}
-        texts = {key: str(value) if has_interpolation(typed[key]) else typed[key] for key, value in found.items()}
-        if texts:
-            return validate(_replace(raw, texts), kind)
-        known = {**flatten(raw), **kind.__pydantic_fields__}
-        errors = [(_find(error, raw), error) for error in e.errors()]
-        # For `OneOrMany`, pydantic also reports that a list with a wrong item is no single value, and that a single value is no
-        # list.
-        in_lists = {key.partition("[")[0] for key, _ in errors if "[" in key}
-        single = {key for key, error in errors if error["type"] != "list_type"} - in_lists
-        errors = [
-            error
-            for key, error in errors
-            if not (key in in_lists and isinstance(error["input"], list)) and not (key in single and error["type"] == "list_type")
-        ]
-        raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in errors))) from e
+        texts = _texts_for_numbers(e.errors(), raw, typed)
+        if not texts:
+            known = {**flatten(raw), **kind.__pydantic_fields__}
+            raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
+    return validate(_replace(raw, texts), kind)
+
+
+def _texts_for_numbers(errors: Iterable[dict], raw: dict, typed: Mapping[str, str]) -> dict[str, str]:
+    """Return the text for each key in `typed` that must be text but is a number in `raw`.
+
+    For name=2024_11_25, the text is what the user typed, because Hydra's number is 20241125. For name=${seed}, it is the number
+    that the interpolation gave.
+    """
+    numbers = {key: error["input"] for error in errors if _is_number_for_text(error) and (key := _find(error, raw)) in typed}
+    return {key: str(number) if has_interpolation(typed[key]) else typed[key] for key, number in numbers.items()}
 
 
 def has_interpolation(typed: str) -> bool:
