@@ -12,9 +12,9 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from common.errors import UserError
 from common.files import REPOSITORY
@@ -132,42 +132,76 @@ def name_errors_of_omegaconf() -> Iterator[None]:
         raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
 
 
-def explain(error: Exception, overrides: Iterable[str] = (), config_name: str = "config") -> str:
-    """Return Hydra's error message on one line. Add the nearest names for an unknown key or choice, and quotes for a value."""
-    text = " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
+def explain(error: Exception, arguments: Iterable[str] = (), config_name: str = "config") -> str:
+    """Return Hydra's error on one line, in other words if it is one of the usual mistakes."""
+    text = one_line(error)
     if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        if not equals:
-            return f"{error.override!r} is not of the form key=value"
-        quoted = value.strip("'").replace('"', r"\"")
-        hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
-        return f"{error.override} is not readable: quote text with special characters twice, as in {hint} ({text})"
-    if "is not in struct" in text:
-        # The argument's key has a part too many (guidance.w), or its value is a dictionary with an unknown key (guidance={w:2}).
-        names = re.findall(r"(?:Could not override '|is not in struct full_key: )([\w.@/-]+)", text)
-        unknown = max(names, key=len)
-        if unknown.startswith("hydra."):
-            return text
-        pattern = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
-        choices = [match[0] for override in overrides if (match := pattern.match(override))]  # model=dit of model=dit,tread
-        try:
-            known = flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))
-        except UserError:  # a choice that only --config-dir knows
-            known = {}
-        # The keys of these groups depend on the method, and on the run's diffusion in sample.py and fid.py.
-        methods = {file.stem: OmegaConf.load(file) for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
-        known |= {f"guidance.{key}": None for method in methods.values() for key in method}
-        known |= {
-            f"sampler.{key}": None for file in (CONFIGS / "diffusion").glob("*.yaml") for key in OmegaConf.load(file).sampler
-        }
-        group, _, key = unknown.partition(".")
-        if group == "guidance" and (having := [name for name, method in methods.items() if key in method]):
-            return f"{unknown} is a key of guidance={' or '.join(having)}; choose one of them in the command, too"
-        return f"{unknown} is not a key{nearest(unknown, [*known, *(key.partition('.')[0] for key in known)])}"
-    if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in overrides):
+        return explain_unreadable(error.override, text)
+    if (key := unknown_key(error)) and not key.startswith("hydra."):
+        return explain_unknown_key(key, arguments, config_name)
+    if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in arguments):
         return "experiment is set already, by default to null: write experiment=... without +"
-    if "In 'experiment/bases/" in text:  # its own parts have other paths in a row
+    if "In 'experiment/bases/" in text:  # its parts have other paths in a row
         return NO_ROW
-    if unknown := re.search(r"Could not find 'experiment/([^']+)'", text):
-        return f"experiment={unknown[1]} is not in configs/experiment/ or --config-dir{nearest(unknown[1], row_names())}"
+    if isinstance(error, MissingConfigException) and "Could not find 'experiment/" in text:
+        row = error.missing_cfg_file.removeprefix("experiment/")
+        return f"experiment={row} is not in configs/experiment/ or --config-dir{nearest(row, row_names())}"
     return text
+
+
+def one_line(error: Exception) -> str:
+    """Return the messages of an error and of its cause on one line, without the folders in which Hydra searched."""
+    return " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
+
+
+def explain_unreadable(argument: str, reason: str) -> str:
+    """Return the message for an argument that Hydra's grammar refuses, such as name=a=b. It shows how to quote the value."""
+    key, equals, value = argument.partition("=")
+    if not equals:
+        return f"{argument!r} is not of the form key=value"
+    quoted = value.strip("'").replace('"', r"\"")
+    hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
+    return f"{argument} is not readable: quote text with special characters twice, as in {hint} ({reason})"
+
+
+def unknown_key(error: Exception) -> str | None:
+    """Return the key of an argument that is not in the configuration, or None if the error has another reason.
+
+    Hydra says "Could not override 'eval.every'". OmegaConf's error, the cause, has the first part that is unknown, `eval`. If the
+    argument is guidance={w:2}, Hydra names only `guidance`, and OmegaConf has `guidance.w`.
+    """
+    named = re.match("Could not override '(.+)'", str(error))
+    if named is None or not isinstance(error.__cause__, (ConfigAttributeError, ConfigKeyError)):
+        return None
+    return max(named[1], error.__cause__.full_key, key=len)
+
+
+def explain_unknown_key(unknown: str, arguments: Iterable[str], config_name: str) -> str:
+    """Return the message for a key that is not in the configuration, with keys that the user may mean."""
+    group, _, key = unknown.partition(".")
+    methods = [name for name, keys in guidance_keys().items() if group == "guidance" and key in keys]
+    if methods:
+        return f"{unknown} is a key of guidance={' or '.join(methods)}; choose one of them in the command, too"
+    known = known_keys(arguments, config_name)
+    return f"{unknown} is not a key{nearest(unknown, [*known, *(key.partition('.')[0] for key in known)])}"
+
+
+def guidance_keys() -> dict[str, list[str]]:
+    """Return the keys of each method of guidance, such as {"cfg": ["name", "cfg_scale", ...], ...}."""
+    return {file.stem: [*OmegaConf.load(file)] for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
+
+
+def known_keys(arguments: Iterable[str], config_name: str) -> list[str]:
+    """Return the dotted keys of a command with the groups that its arguments choose, and all keys of guidance and sampler.
+
+    The keys of these two groups depend on the method, and on the run's diffusion in sample.py and fid.py.
+    """
+    choice = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
+    choices = [match[0] for argument in arguments if (match := choice.match(argument))]  # model=dit of model=dit,tread
+    try:
+        keys = [*flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))]
+    except UserError:  # a choice that only --config-dir knows
+        keys = []
+    diffusions = [OmegaConf.load(file) for file in sorted((CONFIGS / "diffusion").glob("*.yaml"))]
+    keys += [f"guidance.{key}" for method_keys in guidance_keys().values() for key in method_keys]
+    return keys + [f"sampler.{key}" for diffusion in diffusions for key in diffusion.sampler]
