@@ -82,15 +82,15 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         settings = json.loads(json.dumps(self.settings))
         return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
 
-    def answers(self, wanted: Evaluation, is_own: bool) -> bool:
-        """Return whether this record has the figures of the `wanted` evaluation.
+    def answers(self, planned: Evaluation, is_own: bool) -> bool:
+        """Return whether this record has the figures of the `planned` evaluation.
 
         Args:
-            is_own: Whether the record lies in the folder of the run whose checkpoint is wanted. There, a record without a hash is
+            is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash is
                 of the run's weights at its step.
         """
-        is_same = self.checkpoint == wanted.checkpoint or (self.checkpoint is None and is_own and self.step == wanted.step)
-        return is_same and (wanted.checkpoint is not None or self.step == wanted.step) and self.key == wanted.key
+        is_same = self.checkpoint == planned.checkpoint or (self.checkpoint is None and is_own and self.step == planned.step)
+        return is_same and (planned.checkpoint is not None or self.step == planned.step) and self.key == planned.key
 
 
 def lowest(records: Iterable[Evaluation]) -> float | None:
@@ -167,10 +167,10 @@ class Results:
             self._stored = size, read_records(self.file, level)
         return self._stored[1] + self._unstored
 
-    def find(self, wanted: Evaluation) -> Evaluation | None:
+    def find(self, planned: Evaluation) -> Evaluation | None:
         """Return the record of an evaluation, or None if it is still to do."""
-        is_own = self.run_folder is not None and self.run_folder.name == wanted.run
-        return next((record for record in self.records if record.answers(wanted, is_own)), None)
+        is_own = self.run_folder is not None and self.run_folder.name == planned.run
+        return next((record for record in self.records if record.answers(planned, is_own)), None)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

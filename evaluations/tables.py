@@ -131,7 +131,7 @@ def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[
 
     def write() -> None:
         with results.lock():
-            found = [(record, columns) for wanted, columns in measured if (record := results.find(wanted))]
+            found = [(record, columns) for planned, columns in measured if (record := results.find(planned))]
             ours, ordered, rows = {id(record) for record, _ in found}, iter(found), []
             for record in results.records:
                 if id(record) in ours:
