@@ -86,8 +86,8 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         """Return whether this record has the figures of the `planned` evaluation.
 
         Args:
-            is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash is
-                of the run's weights at its step.
+            is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash
+                is of the run's weights at its step.
         """
         is_same = self.checkpoint == planned.checkpoint or (self.checkpoint is None and is_own and self.step == planned.step)
         return is_same and (planned.checkpoint is not None or self.step == planned.step) and self.key == planned.key
