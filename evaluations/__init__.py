@@ -7,5 +7,6 @@ classifiers.py  Implements and trains detectors for small images.
 features.py     Extracts image features with a detector, and caches reference features on disk.
 metrics.py      Computes metrics from features with pure functions.
 suite.py        Lists all metrics, and computes them for two sets of features.
-results.py      Stores the results of fid.py, and writes tables and a plot.
+record.py       Defines the record of an evaluation, and the file that keeps the records of a run.
+tables.py       Writes tables and a plot of records.
 """

@@ -89,8 +89,13 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
             is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash
                 is of the run's weights at its step.
         """
-        is_same = self.checkpoint == planned.checkpoint or (self.checkpoint is None and is_own and self.step == planned.step)
-        return is_same and (planned.checkpoint is not None or self.step == planned.step) and self.key == planned.key
+        if self.key != planned.key:
+            return False
+        if planned.checkpoint is None:  # of the run itself, or of images on disk
+            return self.checkpoint is None and self.step == planned.step
+        if self.checkpoint is None:  # the run evaluated itself
+            return is_own and self.step == planned.step
+        return self.checkpoint == planned.checkpoint
 
 
 def lowest(records: Iterable[Evaluation]) -> float | None:

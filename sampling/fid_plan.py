@@ -106,14 +106,18 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
     machine = fill(cfg.machine, dict(recipes[0].run_config.machine))
     check_compile_mode(machine.compile, device)
-    sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
-    if len(sizes) > 1:
-        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
-    needs = evaluation.all_detectors, *sizes, evaluation.background, settings_of_latents(checkpoints)
-    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
+    reference = open_reference(
+        evaluation.reference,
+        "evaluation.reference",
+        evaluation.all_detectors,
+        resolution=common_resolution(checkpoints),
+        background=evaluation.background,
+        encoded_with=settings_of_latents(checkpoints),
+    )
     planned = evaluations_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference))
     points = points_of_checkpoints(cfg, planned)
-    return EvaluationPlan(points, find_missing(points), reference, None, evaluation, machine, recipes[0].sampling.batch_size)
+    batch_size = recipes[0].sampling.batch_size
+    return EvaluationPlan(points, find_missing(points), reference, None, evaluation, machine, batch_size)
 
 
 def plan_images_on_disk(cfg: FidConfig) -> EvaluationPlan:
@@ -121,12 +125,17 @@ def plan_images_on_disk(cfg: FidConfig) -> EvaluationPlan:
     images = open_images_to_evaluate(cfg)
     evaluation = cfg.evaluation_of_images(len(images), images.background)
     check_images(images, cfg.images, evaluation)
-    needs = evaluation.all_detectors, images.shape[1], evaluation.background
-    reference = open_reference(evaluation.reference, "evaluation.reference", *needs)
+    reference = open_reference(
+        evaluation.reference,
+        "evaluation.reference",
+        evaluation.all_detectors,
+        resolution=images.shape[1],
+        background=evaluation.background,
+    )
     warn_of_jpegs(images, reference)
     points = [point_of_images(cfg, images, evaluation, reference)]
-    machine = fill(cfg.machine, {"compile": "none", "tf32": True})
-    return EvaluationPlan(points, find_missing(points), reference, images, evaluation, machine, cfg.sampling.batch_size or 64)
+    machine, batch_size = fill(cfg.machine, {"compile": "none", "tf32": True}), cfg.sampling.batch_size or 64
+    return EvaluationPlan(points, find_missing(points), reference, images, evaluation, machine, batch_size)
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
@@ -198,6 +207,14 @@ def check_evaluations_agree(evaluations: Sequence[SharedEvaluation]) -> SharedEv
         if changed := differences(first, other):
             raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
     return evaluations[0]
+
+
+def common_resolution(checkpoints: Sequence[Checkpoint]) -> int | None:
+    """Return the resolution of the runs' images. Raises UserError if there are several."""
+    sizes = {checkpoint.config.data.resolution: checkpoint.path for checkpoint in checkpoints}
+    if len(sizes) > 1:
+        raise UserError(f"checkpoints of different resolutions need separate commands: {format_settings(sizes)}")
+    return next(iter(sizes))
 
 
 def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:

@@ -124,7 +124,7 @@ def lowest_metric(trainer: Trainer) -> float | None:
 
 
 def name_in_log(metric: str, record: Evaluation) -> str:
-    """Return the name of a metric in logs and in Weights & Biases, such as `fid_5k/cfg1.5` or `fid_5k/cfg1.5_channels3`."""
+    """Return the name of a metric in logs and in Weights & Biases, such as `fid5k/cfg1.5` or `fid5k/cfg1.5_channels3`."""
     if not record.of_samples:
         return metric
     guidance = guidance_fields(record.settings)
