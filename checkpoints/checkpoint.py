@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoints import store
 from common.errors import UserError
-from common.files import check_format, is_leftover, read_yaml
+from common.files import pop_format, is_leftover, read_yaml
 from configs import schema
 from configs.settings import read_stored
 from latents.shards import hash_of_shards, read_manifest_at
@@ -43,7 +43,7 @@ class Checkpoint:
         return parent.parent if parent.name == "checkpoints" else None
 
     @property
-    def manifest(self) -> Path:
+    def manifest_file(self) -> Path:
         return self.path / store.MANIFEST
 
     @property
@@ -61,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> schema.TrainConfig:
     """Read the configuration that a checkpoint or a run stores. Refuse other formats than `FORMAT`."""
     config = read_yaml(file := folder / "config.yaml")
-    check_format(config, file)
+    pop_format(config, file)
     return read_stored(config, schema.TrainConfig, file)
 
 

@@ -157,9 +157,9 @@ def read_listed_hashes(folder: Path) -> dict[str, str]:
         return {name: entry["blake2b"] for name, entry in manifest.items()}
 
 
-def files_for_sampling(weights: Iterable[str], needs_snapshots: bool = False) -> list[str]:
+def files_for_sampling(weights: Iterable[str], needs_tracked_ema: bool = False) -> list[str]:
     """Return the files that sampling reads from a checkpoint. `weights` lists `ema` and `raw`."""
-    return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * needs_snapshots
+    return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * needs_tracked_ema
 
 
 def refuse_removed(folder: Path) -> None:

@@ -252,7 +252,7 @@ def read_yaml(path: Path, source: str | None = None) -> dict:
         return content
 
 
-def check_format(content: dict, file: Path) -> None:
+def pop_format(content: dict, file: Path) -> None:
     """Remove the number `format` from the content of a file. Raise UserError for another number than FORMAT.
 
     A missing number means 1, because files of other programs have none.

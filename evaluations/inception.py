@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "weights-inception-2015-12-05-6726825d.pth"
 WEIGHTS_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{WEIGHTS_NAME}"
-WEIGHTS_SHA256 = "6726825d"  # first digits of the SHA-256 hash, as in the file name
+WEIGHTS_SHA256_PREFIX = "6726825d"  # first digits of the SHA-256 hash, as in the file name
 SPATIAL_CHANNELS = 7  # ADM uses the first 7 channels of mixed_6, which give about as many features as pool3
 
 
@@ -40,7 +40,7 @@ def fetch_weights() -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{file}.lock"):
                 if not file.exists():
-                    torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256)
+                    torch.hub.download_url_to_file(WEIGHTS_URL, str(file), hash_prefix=WEIGHTS_SHA256_PREFIX)
         except (OSError, RuntimeError) as e:  # a wrong SHA-256 hash raises RuntimeError
             raise UserError(
                 f"the Inception weights cannot be downloaded ({first_line(e)}); run `python prepare_latents.py fetch` once "
@@ -70,7 +70,7 @@ class InceptionDetector:
             outputs = ["2048", "logits_unbiased"]
             self._net = FeatureExtractorInceptionV3(self.name, outputs, feature_extractor_weights_path=copy)
         self.weights_hash = sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        self.has_published_weights = sha256.startswith(WEIGHTS_SHA256)
+        self.has_published_weights = sha256.startswith(WEIGHTS_SHA256_PREFIX)
         if not self.has_published_weights:
             log.warning("%s is not the published Inception (SHA-256 %s...): do not compare with papers", file, sha256[:8])
         # TensorFlow's mixed_6/conv is the output (after the ReLU) of the 1x1 branch in the block that PyTorch calls Mixed_6d.

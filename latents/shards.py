@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import check_format, hash_bytes, read_json, regular_file, write_atomically
+from common.files import pop_format, hash_bytes, read_json, regular_file, write_atomically
 from common.images import hash_pixels
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 
@@ -132,7 +132,7 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
     metadata, starts = read_header(file)
-    check_format(metadata, file)
+    pop_format(metadata, file)
     try:
         info = ShardInfo(**metadata)
     except pydantic.ValidationError as e:
@@ -221,7 +221,7 @@ def read_manifest(folder: Path) -> dict | None:
         return None
     manifest = read_json(regular_file(file))
     manifest = manifest if isinstance(manifest, dict) else {}
-    check_format(manifest, file)
+    pop_format(manifest, file)
     try:
         _Manifest.model_validate(manifest)
     except pydantic.ValidationError as e:

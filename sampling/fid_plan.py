@@ -29,7 +29,7 @@ from runtime.compilation import check_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
-from sampling.score import sample_settings, scoring_settings
+from sampling.score import settings_of_samples, scoring_settings
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EvaluationPlan:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
         key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
-        files = dict.fromkeys(recipe.checkpoint.manifest for recipe in recipes)
+        files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
         opened = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
         return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *opened]
@@ -244,7 +244,7 @@ def evaluations_of_recipes(
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
             step=checkpoint.step,
             checkpoint=checkpoint.hash,
-            settings=sample_settings(recipe, evaluations[checkpoint], scoring),
+            settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
         )
         if not any(evaluation.answers(other, False) for other, _ in planned):  # intervals have no effect at cfg_scale=1
             planned.append((evaluation, recipe))

@@ -78,7 +78,7 @@ class PointRunner:
         if point.recipe is None:
             scored = score_images(self.evaluator, self.plan.images, point.planned)
         else:
-            sampler = point.recipe.load_sampler(self.accelerator.device, self.plan.machine.compile)
+            sampler = point.recipe.load_image_sampler(self.accelerator.device, self.plan.machine.compile)
             scored = score_samples(self.evaluator, sampler, point.planned, point.class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))

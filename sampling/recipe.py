@@ -80,7 +80,7 @@ class Recipe:
         sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run_config))
         return cls(run_config, run_config.sampler, sampling, **find_other_files(guidance, sampling.autoencoder, run_config))
 
-    def settings(self) -> dict:
+    def result_settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
 
         Sampler settings with default values are omitted, except num_steps. `precision` is a metric, so that the networks'
@@ -106,14 +106,14 @@ class Recipe:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
         return self.checkpoint, self.average or self.sampling.weights
 
-    def load_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
+    def load_image_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(*self.network, device, compile_mode)
         decoder = autoencoders.build(self.sampling.autoencoder, device, self.run_config.data.in_channels)
-        return self.build_sampler(net, decoder, device, compile_mode)
+        return self.build_image_sampler(net, decoder, device, compile_mode)
 
-    def build_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
+    def build_image_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
         weak = None
         if self.weak:
@@ -147,7 +147,7 @@ def find_other_files(guidance: schema.GuidanceSettings, autoencoder: str, run_co
 
 def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[Seen]:
     """Return what this process sees of the checkpoints of weak networks."""
-    files = dict.fromkeys(recipe.weak.manifest for recipe in recipes if recipe.weak)
+    files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
     return [see_file("guidance.checkpoint", file) for file in files]
 
 

@@ -73,7 +73,7 @@ class SamplePlan:
 
     def seen(self) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
-        return [see_file("checkpoint", self.recipe.checkpoint.manifest), *see_weak_checkpoints([self.recipe])]
+        return [see_file("checkpoint", self.recipe.checkpoint.manifest_file), *see_weak_checkpoints([self.recipe])]
 
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
@@ -98,7 +98,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
 def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
     """Sample the missing images, and write the grid and the .npz file. Every process must call this function."""
     if plan.missing:
-        sampler = plan.recipe.load_sampler(accelerator.device, plan.machine.compile)
+        sampler = plan.recipe.load_image_sampler(accelerator.device, plan.machine.compile)
         mine = plan.missing[accelerator.process_index :: accelerator.num_processes]
         sample_files(sampler, mine, plan, show_progress=accelerator.is_main_process)
         cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"

@@ -29,12 +29,12 @@ def scoring_settings(evaluation: schema.SharedEvaluation, reference: ImageSet) -
     }
 
 
-def sample_settings(recipe: Recipe, evaluation: schema.SharedEvaluation, scoring: dict[str, object]) -> dict[str, object]:
+def settings_of_samples(recipe: Recipe, evaluation: schema.SharedEvaluation, scoring: dict[str, object]) -> dict[str, object]:
     """Return what the figures of samples depend on besides the checkpoint, by the names in results.
 
     `scoring` are the `scoring_settings`.
     """
-    return recipe.settings() | evaluation.model_dump(include={"num_samples", "first_seed"}) | scoring
+    return recipe.result_settings() | evaluation.model_dump(include={"num_samples", "first_seed"}) | scoring
 
 
 def score_samples(

@@ -129,7 +129,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     assert unguided.sampler == run.sampler and fill(given.machine, dict(run.machine)).model_dump() == run.machine.model_dump()
     assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
     in_training = recipe.Recipe.in_training(run, run.guidance[0])
-    assert unguided.settings() == in_training.settings() and unguided.sampling == in_training.sampling
+    assert unguided.result_settings() == in_training.result_settings() and unguided.sampling == in_training.sampling
     shared = given.evaluation_of_run(run, last).model_dump()
     assert shared == run.evaluation.model_dump(include={*shared}) | {"num_samples": 500}
     assert given.evaluation_of_run(run, last - 1).num_samples == run.evaluation.num_samples

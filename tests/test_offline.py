@@ -152,7 +152,7 @@ def test_downloaded_inception_weights_are_complete_or_absent(server, silent, tmp
         (closed(), sha256, "refused"),
     ]:
         monkeypatch.setattr(inception, "WEIGHTS_URL", url)
-        monkeypatch.setattr(inception, "WEIGHTS_SHA256", digest)
+        monkeypatch.setattr(inception, "WEIGHTS_SHA256_PREFIX", digest)
         with pytest.raises(UserError, match=f"Inception weights cannot be downloaded .*{message}.*or put {url} at"):
             inception.fetch_weights()
         assert [path.suffix for path in (tmp_path / "new" / "checkpoints").iterdir()] == [".lock"]

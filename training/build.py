@@ -148,13 +148,13 @@ def build_hooks(
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)
     if plan.grid:
-        sampler = plan.grid.build_sampler(ema.net, decoder, accelerator.device, mode)
+        sampler = plan.grid.build_image_sampler(ema.net, decoder, accelerator.device, mode)
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
     if plan.evaluated:
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
         for recipe in plan.evaluated:
-            sampler = recipe.build_sampler(ema.net, decoder, accelerator.device, mode)
+            sampler = recipe.build_image_sampler(ema.net, decoder, accelerator.device, mode)
             hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, recipe, sampler, plan.scoring)
             active.append(hook)
     if validation:

@@ -22,7 +22,7 @@ from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
-from sampling.score import sample_settings, score_samples
+from sampling.score import settings_of_samples, score_samples
 from training.metrics import STEP_METRICS
 from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
@@ -150,7 +150,7 @@ class SampleEvaluation(EvaluationHook):
 
     def planned(self, trainer: Trainer) -> Evaluation:
         evaluation = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps)
-        settings = sample_settings(self.recipe, evaluation, self.scoring)
+        settings = settings_of_samples(self.recipe, evaluation, self.scoring)
         return Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
     def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:

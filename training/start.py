@@ -58,7 +58,7 @@ class TrainPlan:
     def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
-        seen = [see_file(key, checkpoint.manifest) for key, checkpoint in files.items() if checkpoint]
+        seen = [see_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
         seen += see_weak_checkpoints(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [Seen(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
@@ -81,7 +81,9 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
     if settings.every and not (settings.validation and settings.reference is None):
         for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
-            if recipe.settings() not in [other.settings() for other in evaluated]:  # intervals have no effect at cfg_scale=1
+            if recipe.result_settings() not in [
+                other.result_settings() for other in evaluated
+            ]:  # intervals have no effect at cfg_scale=1
                 evaluated.append(recipe)
         needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.encode_settings
         reference = open_reference(settings.reference, "evaluation.reference", *needs)
