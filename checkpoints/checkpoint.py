@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoints import store
 from common.errors import UserError
-from common.files import pop_format, is_leftover, read_yaml
+from common.files import is_leftover, pop_format, read_yaml
 from configs import schema
 from configs.settings import read_stored
 from latents.shards import hash_of_shards, read_manifest_at

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from common.errors import UserError, as_user_error
-from common.files import pop_format, hash_bytes, read_json, regular_file, write_atomically
+from common.files import hash_bytes, pop_format, read_json, regular_file, write_atomically
 from common.images import hash_pixels
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 

@@ -29,7 +29,7 @@ from runtime.compilation import check_compile_mode
 from runtime.processes import Seen, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
-from sampling.score import settings_of_samples, scoring_settings
+from sampling.score import scoring_settings, settings_of_samples
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from test_edm import ListedRandom
 from common.errors import UserError
 from common.images import to_uint8
 from latents import autoencoders
+from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
-from latents.order import BatchOrder
 from latents.shards import ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
 from training import build
 

@@ -27,8 +27,8 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
+from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
-from latents.order import BatchOrder
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training import build

@@ -22,7 +22,7 @@ from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
-from sampling.score import settings_of_samples, score_samples
+from sampling.score import score_samples, settings_of_samples
 from training.metrics import STEP_METRICS
 from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer

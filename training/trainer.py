@@ -18,8 +18,8 @@ from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
+from latents.batches import BatchOrder, read_batches
 from latents.dataset import LatentDataset
-from latents.order import BatchOrder, read_batches
 from latents.shards import latents_for_network
 from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA

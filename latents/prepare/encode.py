@@ -31,7 +31,7 @@ from common.randomness import SeedRandom
 from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range, Text
 from latents import autoencoders
 from latents.autoencoders import SD_VAE, Autoencoder
-from latents.order import map_ahead
+from latents.batches import map_ahead
 from latents.prepare.images import (
     ImageReader,
     LabelledImages,

@@ -34,8 +34,8 @@ from common.images import (
     read_rgb,
 )
 from common.progress import progress_bar
+from latents.batches import map_ahead
 from latents.dataset import evenly_spaced_items
-from latents.order import map_ahead
 from latents.shards import MAX_CLASSES, Duplicates, Part
 from latents.tars import TAR_NAME, check_parts, index_tars, split_names
 

@@ -20,9 +20,9 @@ from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents import autoencoders
 from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
+from latents.batches import map_ahead
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.dataset import LatentDataset, evenly_spaced_items
-from latents.order import map_ahead
 from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
 from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance, read_manifest
