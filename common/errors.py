@@ -11,7 +11,8 @@ class UserError(ValueError):
     """A problem with a setting, file or machine that the user can solve. Commands print only the message and exit with code 1.
 
     Every function that gets a setting or reads or writes a file may raise it, and the message names the key or the file.
-    Docstrings mention it only for conditions that their first lines do not imply.
+    Docstrings mention it only for conditions that their first lines do not imply. As a ValueError, it can also be raised in a
+    validator of pydantic, whose own error `configs.settings.validate` unwraps.
     """
 
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 
 from accelerate import Accelerator
 
@@ -52,13 +52,7 @@ class PointRunner:
         self.plan, self.accelerator, self._thread = plan, accelerator, thread
         self.has_several = len({point.checkpoint for point in plan.points}) > 1
         self._storing: list[Future] = []  # filled only on the main process
-
-    @cached_property
-    def evaluator(self) -> Evaluator:
-        """Built by the first point, after its network is loaded."""
-        plan = self.plan
-        detectors, cache = build_detectors(plan.evaluation, self.accelerator), plan.points[0].results.reference_cache
-        return Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
+        self._evaluator: Evaluator | None = None  # built by the first point, after its network is loaded
 
     def is_missing(self, point: Point) -> bool:
         """Return whether a point is still to evaluate. Raises an error of the thread, such as one of a full disk."""
@@ -75,16 +69,20 @@ class PointRunner:
 
     def evaluate(self, point: Point, title: str) -> None:
         """Score a point. Its record is stored while the next point is sampled."""
-        if point.recipe is None:
-            scored = score_images(self.evaluator, self.plan.images, point.planned)
+        plan, recipe = self.plan, point.recipe
+        sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
+        if self._evaluator is None:
+            detectors, cache = build_detectors(plan.evaluation, self.accelerator), plan.points[0].results.reference_cache
+            self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
+        if sampler is None:
+            scored = score_images(self._evaluator, plan.images, point.planned)
         else:
-            sampler = point.recipe.load_image_sampler(self.accelerator.device, self.plan.machine.compile)
-            scored = score_samples(self.evaluator, sampler, point.planned, point.class_names, name=title)
+            scored = score_samples(self._evaluator, sampler, point.planned, point.class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 
     def _store(self, point: Point, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
-        errors = self.evaluator.jackknife(features, labels, NUM_GROUPS)
+        errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
         log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
         point.results.add(record.model_copy(update={"jackknife": errors}))
 
