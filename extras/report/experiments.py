@@ -66,16 +66,16 @@ class Experiment:
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
-        run, values = self.runs[0], values_in(measure.measured_with)
+        run, values = self.runs[0], dict(measure.other_settings)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
         expected = dict.fromkeys(vars(row.sampler)) | sampler_settings(row.sampler)
         expected["network_precision"] = row.sampling.precision
         usual = {name: getattr(row.sampling, name) for name in ("labels", "rounding")}
         expected |= {name: None if value == DEFAULTS[name] else value for name, value in usual.items()}
-        expected["autoencoder"] = None  # the text of a measure has another one than the run's
+        expected["autoencoder"] = None  # a measure has another one than the run's
         expected |= {} if row.evaluation.detector_weights else {"detector_weights": None}
         is_default = values.get("weights") == "ema" and "ema_length" not in values
-        is_sampled_alike = all(values.get(key) == (None if value is None else str(value)) for key, value in expected.items())
+        is_sampled_alike = all(values.get(key) == value for key, value in expected.items())
         return step == self.identity["train.num_steps"] and is_default and is_sampled_alike
 
     def paper(self, measure: Measure) -> float | None:
@@ -92,19 +92,14 @@ class Experiment:
         return (figures or {}).get(measure.metric)
 
 
-def values_in(text: str) -> dict[str, str]:
-    """Return the values by key in a text of a measure, such as `num_steps 40, weights ema`."""
-    return dict(part.split(" ", 1) for part in text.split(", ") if " " in part)
-
-
 def is_guided_by(measure: Measure, arguments: str) -> bool:
     """Return whether a measure's guidance has the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
 
     A value also matches the end of the measure's value, such as the folder name of a checkpoint.
     """
-    values = values_in(measure.guidance)
+    values = dict(measure.guidance_settings)
     wanted = (argument.split("=", 1) for argument in arguments.split())
-    return all(values.get(key, "").endswith(value) for key, value in wanted)
+    return all(str(values.get(key, "")).endswith(value) for key, value in wanted)
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:

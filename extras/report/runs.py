@@ -27,8 +27,11 @@ from evaluations.record import Evaluation, read_records
 from evaluations.tables import format_settings, guidance_fields
 
 UNGUIDED = "none"
-# Settings of records that `Measure.measured_with` omits or that `Run.add` formats.
+# Settings of records that `Measure.other_settings` omits or that `Run.add` formats.
 OMITTED = ("num_samples", "detector", "reference_hash", "autoencoder_hash", "ema_hash")
+
+
+Items = tuple[tuple[str, object], ...]  # settings that can be compared and hashed
 
 
 class Measure(NamedTuple):
@@ -36,15 +39,26 @@ class Measure(NamedTuple):
 
     metric: str  # a metric name, or `training loss`
     num_samples: int
-    guidance: str  # guidance settings as text, or UNGUIDED
-    measured_with: str  # sampler, weights and reference as text; the reference is a file name with the start of its hash
+    guidance_settings: Items
+    other_settings: Items  # sampler, weights and reference, which is a file name with the start of its hash
+
+    @property
+    def guidance(self) -> str:
+        """The guidance settings as text, or UNGUIDED."""
+        is_unguided = self.guidance_settings in ((), (("cfg_scale", 1.0),))
+        return UNGUIDED if is_unguided else format_settings(dict(self.guidance_settings))
+
+    @property
+    def measured_with(self) -> str:
+        """The other settings as text."""
+        return format_settings(dict(self.other_settings))
 
     def in_words(self) -> str:
         """Format the measure as text, such as `fid of 50,000 samples, cfg_scale 1.5`."""
         return f"{self.metric} of {self.num_samples:,} samples" + (f", {self.guidance}" if self.guidance != UNGUIDED else "")
 
 
-LOSS = Measure("training loss", 0, UNGUIDED, "")
+LOSS = Measure("training loss", 0, (), ())
 
 
 class StartLine(BaseModel, strict=True):
@@ -129,9 +143,8 @@ class Run:
         name, digest = record.settings.get("reference"), settings.get("reference_hash")
         others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance_fields(settings), *OMITTED)}
         others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
-        guidance_text = UNGUIDED if guidance == {"cfg_scale": 1.0} else format_settings(guidance)
         for metric, value in record.metrics.items():
-            measure = Measure(metric, settings["num_samples"], guidance_text, format_settings(others))
+            measure = Measure(metric, settings["num_samples"], tuple(guidance.items()), tuple(others.items()))
             self.figures.setdefault(measure, {})[record.step] = value
 
 
