@@ -139,18 +139,19 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
     changed = schema.differences_for(f"init_state={cfg.init_state}", stored, cfg)
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
-        changed.append(f"model.name: {stored.model.name!r} -> {cfg.model.name!r}")
+        changed.append(schema.Change("model.name", stored.model.name, cfg.model.name))
     if changed:
-        if any(line.startswith("data.scale_factor") for line in changed):
-            changed.append(f"`prepare_latents.py encode scale_factor={stored.data.scale_factor:g}` gives new latents this factor")
-        raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(changed)}")
+        remedy = ""
+        if any(change.key == "data.scale_factor" for change in changed):
+            remedy = f"; `prepare_latents.py encode scale_factor={stored.data.scale_factor:g}` gives new latents this factor"
+        raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(map(str, changed))}{remedy}")
 
 
 def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     """Check that a run with the configuration `cfg` can resume from a checkpoint, and log changes of resume=changed."""
     refuse_other_settings(checkpoint, cfg)
-    for line in changes_on_resume(checkpoint.config, cfg):
-        log.warning("resumed with a changed setting: %s", line)
+    for change in changes_on_resume(checkpoint.config, cfg):
+        log.warning("resumed with a changed setting: %s", change)
 
 
 def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
@@ -158,14 +159,14 @@ def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> No
     stored = checkpoint.config
     fixed, changed = schema.differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
     if fixed or (changed and cfg.resume != "changed"):
-        problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join([*fixed, *changed])}"
+        problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join(map(str, [*fixed, *changed]))}"
         remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
         raise UserError(f"resume: {problem}. {remedy}")
 
 
-def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[str]:
+def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[schema.Change]:
     """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
     changed, lengths = schema.differences_for("resume=auto", stored, cfg), (stored.train.num_steps, cfg.train.num_steps)
     if lengths[0] > lengths[1] or (cfg.train.schedule == "cosine" and lengths[0] != lengths[1]):
-        changed.append(f"train.num_steps: {lengths[0]} -> {lengths[1]}")
+        changed.append(schema.Change("train.num_steps", *lengths))
     return changed

@@ -524,17 +524,28 @@ def sampler_of_run(run_config: TrainConfig, given: Mapping[str, Any]) -> Sampler
     return validate_groups({"sampler": values}, sampler=type(run_config.sampler)).sampler
 
 
-def differences(stored: Settings | dict, current: Settings | dict) -> list[str]:
-    """Return `key: stored -> current` for every changed key."""
+class Change(NamedTuple):
+    """A key with its values in two configurations."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r:.100} -> {self.new!r:.100}"
+
+
+def differences(stored: Settings | dict, current: Settings | dict) -> list[Change]:
+    """Return every change from `stored` to `current`. A value that one of them lacks is 'absent'."""
     old, new = (flatten(side.model_dump() if isinstance(side, Settings) else side) for side in (stored, current))
     return [
-        f"{key}: {old.get(key, 'absent')!r:.100} -> {new.get(key, 'absent')!r:.100}"
+        Change(key, old.get(key, "absent"), new.get(key, "absent"))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
 
 
-def differences_for(use: Use, stored: TrainConfig, current: TrainConfig) -> list[str]:
+def differences_for(use: Use, stored: TrainConfig, current: TrainConfig) -> list[Change]:
     """Return the `differences` of two training configurations in the keys whose role names `use`."""
     roles = roles_of(stored) | roles_of(current)
-    return [line for line in differences(stored, current) if use in roles[line.partition(":")[0]].compared_by]
+    return [change for change in differences(stored, current) if use in roles[change.key].compared_by]

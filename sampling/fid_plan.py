@@ -205,7 +205,9 @@ def check_evaluations_agree(evaluations: Sequence[SharedEvaluation]) -> SharedEv
     first, *others = [{"evaluation": evaluation.model_dump(exclude={"num_samples"})} for evaluation in evaluations]
     for other in others:
         if changed := differences(first, other):
-            raise UserError(f"the checkpoints have different evaluation settings ({'; '.join(changed)}); set them in the command")
+            raise UserError(
+                f"the checkpoints have different evaluation settings ({'; '.join(map(str, changed))}); set them in the command"
+            )
     return evaluations[0]
 
 

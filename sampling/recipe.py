@@ -239,6 +239,6 @@ def find_weak_checkpoint(settings: schema.GuidanceSettings, run_config: schema.T
         return None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
     if changed := schema.differences_for("guidance.checkpoint", weak.config, run_config):
-        problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(changed)}"
+        problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return weak

@@ -227,7 +227,9 @@ def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterat
         if not file.exists():
             write_atomically(file, OmegaConf.to_yaml(OmegaConf.create(settings.model_dump())))
         elif changed := differences(read_settings(output, recipe), settings):
-            raise UserError(f"{output} holds images with other settings ({'; '.join(changed)}); choose another output=...")
+            raise UserError(
+                f"{output} holds images with other settings ({'; '.join(map(str, changed))}); choose another output=..."
+            )
         yield
 
 

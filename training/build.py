@@ -73,7 +73,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
     }
     filled = cfg.model_copy(update={group: fill(getattr(cfg, group), values) for group, values in rule.items()})
     if derived := schema.differences(cfg, filled):
-        log.info("for %d images: %s", num_images, ", ".join(line.replace(": None -> ", "=") for line in derived))
+        log.info("for %d images: %s", num_images, ", ".join(f"{change.key}={change.new}" for change in derived))
     return filled
 
 

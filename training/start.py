@@ -103,7 +103,7 @@ def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
         start_run(run, cfg)
     if not is_complete:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        changed = [] if newest is None else changes_on_resume(newest.config, cfg)
+        changed = [] if newest is None else [*map(str, changes_on_resume(newest.config, cfg))]
         append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, plan.initial))
     run.delete_results_after(trainer.step)
     log_model_and_data(trainer, run)
