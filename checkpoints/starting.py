@@ -137,7 +137,7 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
-    changed = schema.differences_for(f"init_state={cfg.init_state}", stored, cfg)
+    changed = schema.differences_for(f"init_{cfg.init_state}", stored, cfg)
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
         changed.append(schema.Change("model.name", stored.model.name, cfg.model.name))
     if changed:
@@ -166,7 +166,7 @@ def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> No
 
 def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[schema.Change]:
     """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
-    changed, lengths = schema.differences_for("resume=auto", stored, cfg), (stored.train.num_steps, cfg.train.num_steps)
+    changed, lengths = schema.differences_for("resume", stored, cfg, "asks"), (stored.train.num_steps, cfg.train.num_steps)
     if lengths[0] > lengths[1] or (cfg.train.schedule == "cosine" and lengths[0] != lengths[1]):
         changed.append(schema.Change("train.num_steps", *lengths))
     return changed

@@ -1,18 +1,6 @@
 """Roles say what a run, another run that starts from it, and the report do if the value of a train.py key changes.
 
 A key declares its role in its type, as in `lr: Trained[PositiveFloat]`. A key without a role has the role of its group.
-
-    role         another value means                resume     init_state=weights  init_state=all  guidance.checkpoint  report
-    SameLatents  other latents or noise levels      refuses    refuses             refuses         refuses              separates
-    SameClasses  another label table                refuses    accepts             refuses         refuses              separates
-    SameWeights  weights of other shapes            refuses    refuses             refuses         accepts              separates
-    SameState    other state besides the weights    refuses    accepts             refuses         accepts              separates
-    SameRun      another run                        refuses    accepts             accepts         accepts              separates
-    Trained      other weights from this step on    asks       accepts             accepts         accepts              separates
-    Reported     other figures of the same weights  accepts    accepts             accepts         accepts              separates
-    Free         the same weights and figures       accepts    accepts             accepts         accepts              ignores
-
-`asks`: only resume=changed accepts another value. `separates`: runs with different values are different experiments.
 """
 
 from __future__ import annotations
@@ -21,25 +9,31 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 T = TypeVar("T")
-# The columns of the table. `resume=auto` stands for `asks`: a resume refuses another value, except with resume=changed.
-Use = Literal["resume", "resume=auto", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"]
+Answer = Literal["refuses", "accepts"]
 
 
 @dataclass(frozen=True)
 class Role:
-    """The uses that compare the values of a key."""
+    """What each use of a key does with another value."""
 
-    compared_by: tuple[Use, ...]
+    resume: Literal["refuses", "asks", "accepts"]  # asks: only resume=changed accepts another value
+    init_weights: Answer  # a run with init_from and init_state=weights
+    init_all: Answer  # a run with init_from and init_state=all
+    guidance: Answer  # guidance by the network of another run (guidance.checkpoint)
+    report: Literal["separates", "ignores"]  # separates: runs with different values are different experiments
 
 
-SameLatents = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "guidance.checkpoint", "report"))]
-SameClasses = Annotated[T, Role(("resume", "init_state=all", "guidance.checkpoint", "report"))]
-SameWeights = Annotated[T, Role(("resume", "init_state=weights", "init_state=all", "report"))]
-SameState = Annotated[T, Role(("resume", "init_state=all", "report"))]
-SameRun = Annotated[T, Role(("resume", "report"))]
-Trained = Annotated[T, Role(("resume=auto", "report"))]
-Reported = Annotated[T, Role(("report",))]
-Free = Annotated[T, Role(())]
+# fmt: off
+#                               resume     init_weights init_all   guidance   report           another value means
+SameLatents = Annotated[T, Role("refuses", "refuses",   "refuses", "refuses", "separates")]  # other latents or noise levels
+SameClasses = Annotated[T, Role("refuses", "accepts",   "refuses", "refuses", "separates")]  # another label table
+SameWeights = Annotated[T, Role("refuses", "refuses",   "refuses", "accepts", "separates")]  # weights of another shape or meaning
+SameState   = Annotated[T, Role("refuses", "accepts",   "refuses", "accepts", "separates")]  # other state besides the weights
+SameRun     = Annotated[T, Role("refuses", "accepts",   "accepts", "accepts", "separates")]  # another run
+Trained     = Annotated[T, Role("asks",    "accepts",   "accepts", "accepts", "separates")]  # other weights from this step on
+Reported    = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures of the same weights
+Free        = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights and figures
+# fmt: on
 
 
 def roles_of(settings: object, group: str = "", role: Role | None = None) -> dict[str, Role]:

@@ -35,7 +35,6 @@ from common.roles import (
     SameState,
     SameWeights,
     Trained,
-    Use,
     roles_of,
 )
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
@@ -383,7 +382,7 @@ class TrainConfig(Settings):
             known = key
             while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
                 known = known.rpartition(".")[0]
-            if known and {"resume", "resume=auto"} & {*roles[known].compared_by} and key not in in_default:
+            if known and roles[known].resume != "accepts" and key not in in_default:
                 value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
                 parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
         name = "_".join(parts)
@@ -545,7 +544,7 @@ def differences(stored: Settings | dict, current: Settings | dict) -> list[Chang
     ]
 
 
-def differences_for(use: Use, stored: TrainConfig, current: TrainConfig) -> list[Change]:
-    """Return the `differences` of two training configurations in the keys whose role names `use`."""
+def differences_for(use: str, stored: TrainConfig, current: TrainConfig, answer: str = "refuses") -> list[Change]:
+    """Return the `differences` of two training configurations in the keys whose role has this `answer` for `use`."""
     roles = roles_of(stored) | roles_of(current)
-    return [change for change in differences(stored, current) if use in roles[change.key].compared_by]
+    return [change for change in differences(stored, current) if getattr(roles[change.key], use) == answer]

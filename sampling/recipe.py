@@ -238,7 +238,7 @@ def find_weak_checkpoint(settings: schema.GuidanceSettings, run_config: schema.T
     if getattr(settings, "checkpoint", None) is None:
         return None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
-    if changed := schema.differences_for("guidance.checkpoint", weak.config, run_config):
+    if changed := schema.differences_for("guidance", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return weak

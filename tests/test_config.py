@@ -1,6 +1,5 @@
 """Every shipped configuration composes and builds. The error for a wrong key or value names it."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,8 @@ from conftest import REPOSITORY, checked, make_shard
 from pydantic import create_model
 
 from checkpoints.checkpoint import Checkpoint
-from common import roles
 from common.errors import UserError
-from common.roles import Free, SameRun, roles_of
+from common.roles import Free, Role, SameRun, roles_of
 from configs import schema
 from configs.schema import sampler_of_run
 from configs.settings import Settings, fill, flatten, read_stored
@@ -185,20 +183,10 @@ def test_every_key_has_a_role():
         cfg = checked(choices)
         found = roles_of(cfg)  # raises TypeError for a key without a role
         assert found.keys() >= flatten(cfg.model_dump()).keys()
-        assert found["data.resolution"].compared_by == ("report",) and found["sampler.num_steps"].compared_by == ()
-        assert "init_state=weights" in found["diffusion.name"].compared_by
-        assert found["model.routes"].compared_by == ("resume", "report")
-
-
-def test_the_table_of_roles_is_what_the_roles_say():
-    header, *rows = [re.split(r"\s{2,}", line.strip()) for line in roles.__doc__.splitlines() if line.startswith("    ")]
-    words = {"resume": ("refuses", "accepts"), "report": ("separates", "ignores")}
-    for name, _, *cells in rows:
-        (compared_by,) = (part.compared_by for part in getattr(roles, name).__metadata__)
-        expected = [words.get(use, words["resume"])[use not in compared_by] for use in header[2:]]
-        expected[0] = "asks" if "resume=auto" in compared_by else expected[0]
-        assert cells == expected, name
-    assert [name for name, *_ in rows] == [name for name, value in vars(roles).items() if hasattr(value, "__metadata__")]
+        assert found["data.resolution"] == Role(*["accepts"] * 4, "separates")
+        assert found["sampler.num_steps"] == Role(*["accepts"] * 4, "ignores")
+        assert found["diffusion.name"].init_weights == "refuses"
+        assert found["model.routes"] == Role("refuses", "accepts", "accepts", "accepts", "separates")
 
 
 def test_a_key_without_a_role_is_an_error():

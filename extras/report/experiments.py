@@ -199,7 +199,7 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
     """Return the settings that distinguish experiments. These are all keys that affect results, except those in REPEATED."""
     roles, values = roles_of(cfg), flatten(cfg.model_dump())
-    identity = {key: x for key, x in values.items() if "report" in roles[key].compared_by and key not in REPEATED}
+    identity = {key: x for key, x in values.items() if roles[key].report == "separates" and key not in REPEATED}
     if isinstance(source := identity.get("init_from"), str):
         identity["init_from"] = without_seed(source)
     return identity
