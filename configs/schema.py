@@ -391,7 +391,7 @@ class TrainConfig(Settings):
         return self.model_copy(update={"name": name})
 
 
-def or_of_run(kind: type[Settings]) -> type[Settings]:
+def overrides_of(kind: type[Settings]) -> type[Settings]:
     """Return a class of settings in which every key of `kind` may also be None, which stands for the run's value."""
 
     def accept_none(field: FieldInfo) -> Any:
@@ -402,27 +402,28 @@ def or_of_run(kind: type[Settings]) -> type[Settings]:
     return create_model(kind.__name__, __base__=kind, **fields)
 
 
-class MachineOrOfRun(or_of_run(Machine)):
+# This is a class and no assignment, because plans are pickled between processes, and pickle finds a class by its module and name.
+class MachineOverrides(overrides_of(Machine)):
     pass
 
 
-class EvaluationOrOfRun(or_of_run(SharedEvaluation)):
+class EvaluationOverrides(overrides_of(SharedEvaluation)):
     pass
 
 
-class SamplingFromCheckpoint(or_of_run(Sampling)):
+class SamplingOverrides(overrides_of(Sampling)):
     weights: Weights | None
     ema_length: EMALength | None
 
 
-class Choice(NamedTuple):
+class RecipeOverrides(NamedTuple):
     """What a command chooses about its images, one value for each key. A key that is None has the run's value.
 
     `sampling.recipe.Recipe.for_checkpoint` fills in these values.
     """
 
     sampler: dict[str, Any]
-    sampling: SamplingFromCheckpoint
+    sampling: SamplingOverrides
     guidance: GuidanceSettings
 
 
@@ -431,7 +432,7 @@ class _Command(Settings):
 
     output: Text | None
     sampler: dict[str, Any]  # `sampler_of_run` checks these keys, because they depend on the run's diffusion
-    machine: MachineOrOfRun
+    machine: MachineOverrides
 
 
 class SampleConfig(_Command):
@@ -440,11 +441,11 @@ class SampleConfig(_Command):
     seeds: Numbers | None
     classes: Classes | None
     npz: bool
-    sampling: SamplingFromCheckpoint
+    sampling: SamplingOverrides
     guidance: GuidanceSettings | None = None
 
-    def choice(self, run_config: TrainConfig) -> Choice:
-        return Choice(self.sampler, self.sampling, self.guidance or run_config.guidance[-1])
+    def recipe_overrides(self, run_config: TrainConfig) -> RecipeOverrides:
+        return RecipeOverrides(self.sampler, self.sampling, self.guidance or run_config.guidance[-1])
 
 
 class ImageSettings(Settings):
@@ -463,7 +464,7 @@ class ImageSettings(Settings):
     autoencoder_hash: str | None = None  # hash of its files if they are local
 
 
-class SamplingFromCheckpoints(or_of_run(Sampling)):
+class SamplingSweep(overrides_of(Sampling)):
     weights: OneOrMany[Weights] | None
     ema_length: OneOrMany[EMALength] | None
 
@@ -473,17 +474,17 @@ class FidConfig(_Command):
     checkpoints: Text | None
     images: Text | None
     convert_to_rgb: bool
-    sampling: SamplingFromCheckpoints
+    sampling: SamplingSweep
     guidance: Guidances | None = None
-    evaluation: EvaluationOrOfRun
+    evaluation: EvaluationOverrides
 
-    def choices(self, run_config: TrainConfig) -> Iterator[Choice]:
+    def all_recipe_overrides(self, run_config: TrainConfig) -> Iterator[RecipeOverrides]:
         """Yield every combination of the listed sampler settings, weights, lengths and guidances."""
         weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
         for chosen, guidance, sampler in itertools.product(
             weights, self.guidance or run_config.guidance, combinations(self.sampler)
         ):
-            yield Choice(sampler, SamplingFromCheckpoint(**dict(self.sampling) | chosen), guidance)
+            yield RecipeOverrides(sampler, SamplingOverrides(**dict(self.sampling) | chosen), guidance)
 
     def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluation:
         """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""

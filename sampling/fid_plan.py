@@ -187,9 +187,9 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
     recipes: list[Recipe] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
     for checkpoint in checkpoints:
-        for number, choice in enumerate(cfg.choices(checkpoint.config)):
+        for number, overrides in enumerate(cfg.all_recipe_overrides(checkpoint.config)):
             try:
-                recipes.append(Recipe.for_checkpoint(checkpoint, choice))
+                recipes.append(Recipe.for_checkpoint(checkpoint, overrides))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
                 is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()

@@ -46,7 +46,7 @@ class Recipe:
 
     run_config: schema.TrainConfig
     sampler: schema.Sampler
-    sampling: schema.SamplingFromCheckpoint
+    sampling: schema.SamplingOverrides
     guidance: schema.GuidanceSettings
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
@@ -58,26 +58,26 @@ class Recipe:
         check_guidance(self.guidance, self.run_config, self.sampler, self.weak)
 
     @classmethod
-    def for_checkpoint(cls, checkpoint: Checkpoint, choice: schema.Choice) -> Recipe:
-        """Build the recipe for a checkpoint. Keys that are None in `choice` get the run's values.
+    def for_checkpoint(cls, checkpoint: Checkpoint, overrides: schema.RecipeOverrides) -> Recipe:
+        """Build the recipe for a checkpoint. Keys that are None in `overrides` get the run's values.
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
         run_config, average, ema_hash = checkpoint.config, None, None
-        sampler = schema.sampler_of_run(run_config, choice.sampler)
-        sampling = fill(choice.sampling, sampling_in_training(run_config))
+        sampler = schema.sampler_of_run(run_config, overrides.sampler)
+        sampling = fill(overrides.sampling, sampling_in_training(run_config))
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
             average = posthoc_ema.Average(checkpoint, sampling.ema_length)
             ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
-        found = find_other_files(choice.guidance, sampling.autoencoder, run_config)
+        found = find_other_files(overrides.guidance, sampling.autoencoder, run_config)
         return cls(run_config, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
 
     @classmethod
     def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
-        sampling = schema.SamplingFromCheckpoint(**sampling_in_training(run_config))
+        sampling = schema.SamplingOverrides(**sampling_in_training(run_config))
         return cls(run_config, run_config.sampler, sampling, **find_other_files(guidance, sampling.autoencoder, run_config))
 
     def result_settings(self) -> dict:

@@ -83,7 +83,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     run_config, names = checkpoint.config, read_class_names(checkpoint)
     machine = fill(cfg.machine, dict(run_config.machine))
     check_compile_mode(machine.compile, device)
-    recipe = Recipe.for_checkpoint(checkpoint, cfg.choice(run_config))
+    recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
     classes = cfg.classes and class_numbers(cfg.classes, names, run_config.data.path)
     labels = choose_labels(choose_seeds(cfg), classes, recipe.sampling.labels, run_config.data.num_classes)
     settings = settings_of_images(classes, recipe)

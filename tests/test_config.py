@@ -122,7 +122,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     )
     last = run.train.num_steps
     given, checkpoint = checked(["checkpoint=a"], "fid"), Checkpoint(Path("a"), "hash", last, run, {})
-    (unguided, guided) = (recipe.Recipe.for_checkpoint(checkpoint, choice) for choice in given.choices(run))
+    (unguided, guided) = (recipe.Recipe.for_checkpoint(checkpoint, one) for one in given.all_recipe_overrides(run))
     assert [one.guidance for one in (unguided, guided)] == run.guidance
     assert unguided.sampler == run.sampler and fill(given.machine, dict(run.machine)).model_dump() == run.machine.model_dump()
     assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
@@ -132,7 +132,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     assert shared == run.evaluation.model_dump(include={*shared}) | {"num_samples": 500}
     assert given.evaluation_of_run(run, last - 1).num_samples == run.evaluation.num_samples
     image = checked(["checkpoint=a"], "sample")
-    assert image.choice(run).guidance == run.guidance[-1] and image.machine.compile == "none"
+    assert image.recipe_overrides(run).guidance == run.guidance[-1] and image.machine.compile == "none"
 
     keys = [
         "guidance=cfg",
@@ -145,7 +145,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     own_detector = ["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors"]
     run = checked([*own_detector, "sampling.labels=balanced", "sampling.autoencoder=identity"])
     checkpoint = Checkpoint(Path("a"), "hash", 1, run, {})
-    ema, raw = (recipe.Recipe.for_checkpoint(checkpoint, choice) for choice in other.choices(run))
+    ema, raw = (recipe.Recipe.for_checkpoint(checkpoint, one) for one in other.all_recipe_overrides(run))
     assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
     evaluation = other.evaluation_of_run(run, 1)
     assert evaluation.num_samples == 7 and evaluation.detector_weights is None
@@ -320,7 +320,7 @@ def test_a_list_in_a_group_of_guidance_is_one_guidance_for_each_value():
     assert checked(["checkpoint=a", *guided], "sample").guidance.cfg_scale == 1.5
     assert [one.cfg_scale for one in checked([*guided, "guidance.cfg_scale=[1.0,2.0]"]).guidance] == [1.0, 2.0]
     command = checked(["checkpoint=a", *guided, "guidance.cfg_scale=[1.0,2.0]", "sampling.weights=[ema,raw]"], "fid")
-    choices = [(one.sampling.weights, one.guidance.cfg_scale) for one in command.choices(checked())]
+    choices = [(one.sampling.weights, one.guidance.cfg_scale) for one in command.all_recipe_overrides(checked())]
     assert choices == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
     for name in ("config", "fid"):
         with pytest.raises(UserError, match=r"cfg_scale=\[\] lists no value"):
