@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # Decorator for a frozen dataclass. Unknown fields and values of the wrong type or out of bounds raise ValueError.
-settings = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
+settings_dataclass = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
 
@@ -30,7 +30,7 @@ def _colour(name: object) -> object:
     return name
 
 
-def _short(text: str) -> str:
+def _check_on_disk(text: str) -> str:
     """Reject text that no file system accepts as a path. Libraries would raise errors without the name of the key."""
     if len(text.encode()) >= 4096 or any(len(name.encode()) > MAX_NAME_BYTES for name in text.split("/")):
         raise ValueError(f"{text[:20]}... is longer than {MAX_NAME_BYTES} bytes between two slashes, or than 4095 bytes")
@@ -71,13 +71,13 @@ def matching(pattern: str, description: str) -> AfterValidator:
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{text!r:.100} is not {description}")
-        return _short(text)
+        return _check_on_disk(text)
 
     return AfterValidator(check)
 
 
 Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterValidator(_increasing)]  # [low, high]
-Text = Annotated[str, Field(min_length=1), AfterValidator(_short)]  # for example a path
+Text = Annotated[str, Field(min_length=1), AfterValidator(_check_on_disk)]  # for example a path
 Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
 AutoencoderSpec = Annotated[
     str, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from common.randomness import SampleRandom
 from common.roles import SameLatents, SameWeights
-from common.types import FiniteFloat, PositiveFloat, settings
+from common.types import FiniteFloat, PositiveFloat, settings_dataclass
 from edm.sampler import HeunSampler
 
 
-@settings
+@settings_dataclass
 class EDM:
     """EDM's preconditioning and loss, without parameters. The network can be any callable net(x, c_noise, y, **kwargs).
 

@@ -12,10 +12,10 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import NonNegativeFloat, PositiveFloat, Steps, settings
+from common.types import NonNegativeFloat, PositiveFloat, Steps, settings_dataclass
 
 
-@settings
+@settings_dataclass
 class HeunSampler:
     """Heun's method for the ODE dx/dsigma = (x - D(x; sigma)) / sigma.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common.randomness import SampleRandom
 from common.roles import SameLatents
-from common.types import Steps, settings
+from common.types import Steps, settings_dataclass
 
 NUM_TIMESTEPS, BETA_FIRST, BETA_LAST = 1000, 1e-4, 0.02  # from arXiv 2006.11239, section 4; DiT uses the same values
 
@@ -35,7 +35,7 @@ def alpha_bars() -> np.ndarray:
     return np.cumprod(1 - np.linspace(BETA_FIRST, BETA_LAST, NUM_TIMESTEPS))
 
 
-@settings
+@settings_dataclass
 class AncestralSampler:
     """A sampler for the reverse chain from x_999 to x_0. It visits all timesteps or a subset.
 
@@ -108,7 +108,7 @@ def log_variance_bounds(alpha_bars: list[float]) -> list[tuple[float, float]]:
     return [(math.log(low), math.log(high)) for low, high in zip(posterior, betas)]
 
 
-@settings
+@settings_dataclass
 class DDPM:
     """DDPM's denoiser, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 

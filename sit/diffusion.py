@@ -19,11 +19,11 @@ from torch import Tensor
 
 from common.randomness import SampleRandom
 from common.roles import SameLatents
-from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings
+from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings_dataclass
 from sit.sampler import FlowSampler
 
 
-@settings
+@settings_dataclass
 class SiT:
     """SiT's path and loss. The interface matches `edm.EDM`. The network can be any callable net(x_t, t, y, **kwargs).
 

@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import PositiveFloat, Steps, settings
+from common.types import PositiveFloat, Steps, settings_dataclass
 
 
-@settings
+@settings_dataclass
 class FlowSampler:
     """Sampler for the ODE dx/dt = v, or for the SDE dx = (v - w/2 score) dt + sqrt(w) dW, which runs backwards in t.
 

@@ -23,7 +23,7 @@ from checkpoints.starting import check_resume
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.roles import SameRun
-from common.types import NonNegativeFloat, settings
+from common.types import NonNegativeFloat, settings_dataclass
 from configs import schema
 from configs.compose import compose_overrides
 from configs.settings import flatten
@@ -220,12 +220,12 @@ def test_a_shard_without_a_manifest_may_store_the_number():
 # A version with one more key, which reads what this version has written.
 
 
-@settings
+@settings_dataclass
 class DampedHeun(HeunSampler):
     damping: NonNegativeFloat = 0.0
 
 
-@settings
+@settings_dataclass
 class DampedEDM(EDM):
     Sampler: ClassVar = DampedHeun
 
