@@ -10,9 +10,9 @@ from torch import nn
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_class_names
+from checkpoints.opening import changes_on_resume, open_existing_run, open_new_run, select_initial_checkpoint
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
-from checkpoints.starting import changes_on_resume, open_existing_run, select_initial_checkpoint, start_run
 from common.errors import UserError
 from common.files import append_line
 from configs.schema import TrainConfig
@@ -100,7 +100,7 @@ def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
     cfg, accelerator, newest = trainer.cfg, trainer.accelerator, plan.newest
     is_complete = trainer.step >= cfg.train.num_steps
     if newest is None:
-        start_run(run, cfg)
+        open_new_run(run, cfg)
     if not is_complete:  # a complete run keeps its stored configuration
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
         changed = [] if newest is None else [*map(str, changes_on_resume(newest.config, cfg))]

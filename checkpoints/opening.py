@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
 
-    Return None if the folder does not exist or contains no checkpoint. `start_run` then starts the run.
+    Return None if the folder does not exist or contains no checkpoint. `open_new_run` then starts the run.
 
     Raises UserError if the checkpoint does not fit, or if a route of a run without checkpoints carries no token.
     """
@@ -35,7 +35,7 @@ def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | N
     return newest
 
 
-def start_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
+def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     """Open and lock the folder of a run that starts at its first step, and rename the results of an earlier run.
 
     A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
