@@ -447,6 +447,8 @@ def rewrite(file, change):
         ),
         ("optimizer.pt", lambda x: x["state"].update({999: {}}), "it has a state for 999, which this network does not train"),
         ("optimizer.pt", lambda x: x["state"]["x_embedder.proj.bias"].update(step=3.0), "it holds other values than tensors"),
+        ("optimizer.pt", lambda x: x.update(state=[]), "optimizer.pt cannot be read: it holds no state by parameter name"),
+        ("optimizer.pt", lambda x: x["state"].update({"x_embedder.proj.bias": 3}), "it holds no state by parameter name"),
         ("optimizer.pt", lambda x: x.pop("state"), "optimizer.pt cannot be read: it has no state for x_embedder.proj.weight"),
         (
             "state.json",

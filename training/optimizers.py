@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from checkpoints import store
-from common.errors import as_user_error
+from common.errors import UserError
 from configs.schema import Train
 
 Parameters = Mapping[str, nn.Parameter]  # the trained parameters of the network and, with alignment, the projector
@@ -67,28 +67,30 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], train: Train, para
     Raises UserError, which names the parameter, if names, shapes or types are not those of the optimizers' state after a step, or
     if training cannot have led to the values.
     """
-    with as_user_error(file):
-        for name in {**parameters, **state}:
-            if name not in parameters:
-                raise ValueError(f"it has a state for {name}, which this network does not train")
-            if name not in state:
-                raise ValueError(f"it has no state for {name}")
-        actual, expected = (
-            {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
-            for states in (state, state_after_step(train, parameters))
-        )
-        if not all(isinstance(value, Tensor) for value in actual.values()):
-            raise ValueError("it holds other values than tensors")
-        store.check_tensors(file, actual, expected)
-        for name, value in actual.items():
-            low, high = value.aminmax()
-            if not (low.isfinite() and high.isfinite()):
-                raise ValueError(f"{name} holds NaN or infinity")
-            if low < 0 and name.startswith(("exp_avg_sq", "step")):
-                raise ValueError(f"{name} holds {low.item():g}, which cannot be negative")
-        steps = {values["step"].item() for values in state.values() if "step" in values}
-        if len(steps) > 1:  # every parameter has a gradient in every step
-            raise ValueError(f"some of its parameters are after {min(steps):g} steps and others after {max(steps):g}")
+    problem = f"{file} cannot be read"
+    if not (isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())):
+        raise UserError(f"{problem}: it holds no state by parameter name")
+    for name in {**parameters, **state}:
+        if name not in parameters:
+            raise UserError(f"{problem}: it has a state for {name}, which this network does not train")
+        if name not in state:
+            raise UserError(f"{problem}: it has no state for {name}")
+    actual, expected = (
+        {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
+        for states in (state, state_after_step(train, parameters))
+    )
+    if not all(isinstance(value, Tensor) for value in actual.values()):
+        raise UserError(f"{problem}: it holds other values than tensors")
+    store.check_tensors(file, actual, expected)
+    for name, value in actual.items():
+        low, high = value.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            raise UserError(f"{problem}: {name} holds NaN or infinity")
+        if low < 0 and name.startswith(("exp_avg_sq", "step")):
+            raise UserError(f"{problem}: {name} holds {low.item():g}, which cannot be negative")
+    steps = {values["step"].item() for values in state.values() if "step" in values}
+    if len(steps) > 1:  # every parameter has a gradient in every step
+        raise UserError(f"{problem}: some of its parameters are after {min(steps):g} steps and others after {max(steps):g}")
 
 
 def state_after_step(train: Train, parameters: Parameters) -> dict[str, dict[str, Any]]:
