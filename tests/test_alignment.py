@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -252,6 +253,16 @@ def test_the_projector_has_its_own_file_and_the_model_loads_without_it(repa, ali
     assert shapes == [(16, 96), (16, 16), (192, 16)]
     plain = train("from_aligned", *repa[:7], f"init_from={aligned}", "train.num_steps=1")
     assert "alignment_loss" not in metrics(plain)[0]
+
+
+def test_the_size_of_a_checkpoint_counts_the_projector(repa, train, caplog):
+    caplog.set_level("INFO")
+    run = train("run", *repa, "alignment.projector_width=1024", "train.num_steps=1")
+    folder = run / "checkpoints" / "step_0000001"
+    saved = sum(file.stat().st_size for file in folder.iterdir())
+    assert (folder / "projector.safetensors").stat().st_size > 0.1 * saved
+    size = float(re.search(r"checkpoints \((\S+) GB each\)", caplog.text)[1])
+    assert size == pytest.approx(saved / 1e9, rel=0.02)
 
 
 def test_a_resume_with_another_precision_keeps_the_encoder(repa, aligned, train, tmp_path):

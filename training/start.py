@@ -145,7 +145,8 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
     states = optimizers.state_after_step(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
-    size = (4 * (2 + num_lengths) * num_parameters + moments) / 1e9  # float32 weights, EMA, train.ema_lengths; the optimizer
+    weights = sum(p.nbytes for p in trainer.parameters.values())  # of the network and, with alignment, the projector
+    size = (weights + 4 * (1 + num_lengths) * num_parameters + moments) / 1e9  # EMA and train.ema_lengths in float32
     snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
     needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
