@@ -96,7 +96,7 @@ def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, kee
         _delete_old(root, keep_last, keep_every)
         temporary.mkdir(parents=True)
         _write_files(temporary, tensors, {"step": step} | state, config)
-        if final.exists():  # the run resumed from an earlier step and replaces this folder
+        if final.exists():  # put there while the run trained, because a resume renames all checkpoints after its own
             final.rename(root / f".del_{final.name}")
         temporary.rename(final)
         _flush(root)
@@ -172,7 +172,8 @@ def verify(folder: Path, files: Collection[str] | None = None) -> None:
     """Check a checkpoint's files against the manifest, and the folder name against the stored step.
 
     Args:
-        files: Files to check besides READ_ALWAYS, if the manifest lists them. None checks all files. Other files may be missing.
+        files: Files to check besides READ_ALWAYS, or None for all files. Other files may be missing. The manifest must list those
+            that are in FILES. The others, such as tracked_ema.safetensors, are checked only if it lists them.
 
     Raises UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
     be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
