@@ -290,6 +290,11 @@ class SharedEvaluation(Settings):
     def all_detectors(self) -> list[str]:
         return as_list(self.detector)
 
+    @property
+    def owners_of_weights(self) -> set[str]:
+        """The detectors that load `detector_weights`: every small-<set>, or Inception if there is none."""
+        return {name for name in self.all_detectors if name.startswith("small-")} or {"inception"} & {*self.all_detectors}
+
 
 class EvaluationSettings(SharedEvaluation):
     every: NonNegativeInt | None
@@ -488,9 +493,10 @@ class FidConfig(_Command):
 
     def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluation:
         """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
-        values = dict(run_config.evaluation.at_step(step, run_config.train.num_steps))
+        of_run = run_config.evaluation
+        values = dict(of_run.at_step(step, run_config.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if not {*run_config.evaluation.all_detectors} <= {*as_list(self.evaluation.detector or run_config.evaluation.detector)}:
+        if fill(self.evaluation, values).owners_of_weights != of_run.owners_of_weights:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
         return fill(self.evaluation, values)
 

@@ -69,8 +69,7 @@ def _build_detector(name: str, settings: schema.SharedEvaluation, accelerator: A
 
     from evaluations.inception import InceptionDetector, fetch_weights
 
-    # If the detectors include small-<set>, `evaluation.detector_weights` is the weights file for small-<set>, not for Inception.
-    file = None if any(name.startswith("small-") for name in settings.all_detectors) else settings.detector_weights
+    file = settings.detector_weights if name in settings.owners_of_weights else None
     return InceptionDetector(file or fetch_weights(), accelerator.device)
 
 

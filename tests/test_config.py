@@ -157,6 +157,31 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     assert (own.detector_weights, own.background) == ("x.safetensors", "white")
 
 
+@pytest.mark.parametrize(
+    ("of_run", "of_command", "is_kept"),
+    [
+        ("inception", None, True),
+        ("inception", "[inception,dinov2]", True),
+        ("[inception,dinov2]", "inception", True),
+        ("inception", "dinov2", False),
+        ("inception", "[inception,small-x]", False),
+        ("small-x", "[inception,small-x]", True),
+        ("[inception,small-x]", "inception", False),
+        ("[inception,small-x]", "small-x", True),
+        ("small-x", "small-y", False),
+        ("small-x", "[small-x,small-y]", False),
+        ("digits", "small-x", False),
+    ],
+)
+def test_the_weights_of_the_runs_detector_are_loaded_by_no_other_detector(of_run, of_command, is_kept):
+    run = checked([f"evaluation.detector={of_run}", "evaluation.detector_weights=a"])
+    detector = [f"evaluation.detector={of_command}"] if of_command else []
+    evaluation = checked(["checkpoint=a", *detector], "fid").evaluation_of_run(run, 1)
+    assert evaluation.detector_weights == ("a" if is_kept else None)
+    given = checked(["checkpoint=a", *detector, "evaluation.detector_weights=b"], "fid")
+    assert given.evaluation_of_run(run, 1).detector_weights == "b"
+
+
 def test_the_defaults_are_the_papers_except_for_the_digits():
     cfg = checked(["data=imagenet256"])
     assert [vars(route) for route in cfg.model.routes] == [vars(Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4))]
