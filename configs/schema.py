@@ -6,8 +6,9 @@ Diffusions and their samplers are settings too. For example, `cfg.diffusion` is 
 `edm.EDM.Sampler`. Importing torch takes seconds, so the modules of the chosen network and diffusion are imported only after all
 other keys are validated.
 
-sample.py and fid.py have the groups sampler, sampling, guidance, evaluation and machine of train.py. There, a key that is null
-has the run's value.
+sample.py and fid.py have the groups sampler, sampling, guidance and machine of train.py, and fid.py also has evaluation. There, a
+key that is null has the run's value. The keys weights and ema_length of sampling are only there. The keys every,
+final_num_samples and validation of evaluation are only in train.py.
 """
 
 from __future__ import annotations
