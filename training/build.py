@@ -1,8 +1,9 @@
-"""Build the data set, EMA, alignment and hooks for a configuration."""
+"""Build the data set, EMA, alignment, samplers and hooks for a configuration."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from sampling.evaluator import Evaluator, build_detectors
 from sampling.recipe import compile_mode_for
+from sampling.sampler import ImageSampler
 from training import hooks, saving
 from training.ema import EMA
 from training.start import TrainPlan
@@ -129,13 +131,31 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     return validation
 
 
+@dataclass(frozen=True)
+class Samplers:
+    """What samples from the EMA network during training, and what scores the samples."""
+
+    grid: ImageSampler | None  # None without sample grids
+    evaluated: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluated`
+    evaluator: Evaluator | None  # None if `evaluated` is empty
+
+
+def prepare_sampling(cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator) -> Samplers:
+    """Compile the EMA network, load what the run samples and scores with, and compute the features of the reference."""
+    device = accelerator.device
+    decoder = autoencoders.build(cfg.sampling.autoencoder, device, cfg.data.in_channels) if plan.recipes else None
+    mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, device))
+    compile_network(ema.net, mode)
+    grid = plan.grid and plan.grid.build_image_sampler(ema.net, decoder, device, mode)
+    evaluator = None
+    if plan.evaluated:
+        detectors = build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
+    return Samplers(grid, [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluated], evaluator)
+
+
 def build_hooks(
-    cfg: schema.TrainConfig,
-    plan: TrainPlan,
-    ema: EMA,
-    run: RunFolder,
-    validation: LatentDataset | None,
-    accelerator: Accelerator,
+    cfg: schema.TrainConfig, plan: TrainPlan, samplers: Samplers, run: RunFolder, validation: LatentDataset | None
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
@@ -144,19 +164,11 @@ def build_hooks(
         from extras import tracked_ema  # imported only for train.ema_lengths
 
         active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
-    decoder = autoencoders.build(cfg.sampling.autoencoder, accelerator.device, cfg.data.in_channels) if plan.recipes else None
-    mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
-    compile_network(ema.net, mode)
-    if plan.grid:
-        sampler = plan.grid.build_image_sampler(ema.net, decoder, accelerator.device, mode)
-        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampler))
-    if plan.evaluated:
-        detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-        for recipe in plan.evaluated:
-            sampler = recipe.build_image_sampler(ema.net, decoder, accelerator.device, mode)
-            hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, evaluator, recipe, sampler, plan.scoring)
-            active.append(hook)
+    if samplers.grid:
+        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, samplers.grid))
+    for recipe, sampler in zip(plan.evaluated, samplers.evaluated):
+        hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, samplers.evaluator, recipe, sampler, plan.scoring)
+        active.append(hook)
     if validation:
         active.append(ValidationLoss(run.results, cfg.evaluation.every, validation))
     return active
