@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import sys
 
-from configs import command_line
 from configs.arguments import run_command
+from configs.guard import guard
 
 COMMANDS = {
     "encode": "latents.prepare.encode:encode",
@@ -34,4 +34,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.guard(lambda: main(sys.argv[1:]))
+    guard(lambda: main(sys.argv[1:]))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 
-from configs import command_line
 from configs.arguments import run_command
+from configs.guard import guard
 
 TABLES, GUIDED = "evidence.tables", "evidence.guided"
 COMMANDS = {
@@ -22,4 +22,4 @@ COMMANDS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    command_line.guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
+    guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))

@@ -20,10 +20,10 @@ import prepare_latents
 import train as train_script
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
-from configs import command_line, jobs
+from configs import jobs
 from configs.arguments import run_command
-from configs.command_line import guard
 from configs.compose import CONFIGS, parse_argument
+from configs.guard import FULL_ERRORS, guard
 from configs.jobs import run_hydra, run_job
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
@@ -44,7 +44,7 @@ def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(mon
         guard(lambda: fail(UserError("no luck")))
     # Commands such as `prepare_latents.py inspect` start over, so the line promises no resume.
     assert left.value.code == 130 and capsys.readouterr().err.endswith("stopped; run the same command again to finish\n")
-    monkeypatch.setenv(command_line.FULL_ERRORS, "1")
+    monkeypatch.setenv(FULL_ERRORS, "1")
     with pytest.raises(UserError):
         guard(lambda: fail(UserError("no")))
 
@@ -107,7 +107,7 @@ def test_a_sweep_of_two_processes_names_its_runs_and_repeating_it_does_nothing(t
 def start(monkeypatch, main, arguments, full_errors="0"):
     """Run `main` in this process as train.py runs its own `main`."""
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-    monkeypatch.setenv(command_line.FULL_ERRORS, full_errors)
+    monkeypatch.setenv(FULL_ERRORS, full_errors)
     command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
     run_hydra(command(lambda cfg: run_job(main, cfg, TrainConfig)), "config")
 
@@ -534,7 +534,7 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
         line = f"{sys.executable} {arguments} | head -c 1; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, done.stderr) in ((128 + signal.SIGPIPE, ""), (0, "")), done  # 0: it wrote before the end
-    code = "import sys; from configs.command_line import guard; guard(lambda: sys.stderr.write(str(1)))"
+    code = "import sys; from configs.guard import guard; guard(lambda: sys.stderr.write(str(1)))"
     assert subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -c '{code}'"], cwd=REPOSITORY).returncode == 0
 
 
@@ -649,7 +649,7 @@ def test_letters_that_a_locale_lacks_are_escaped(monkeypatch, stream, encoding, 
 @pytest.mark.parametrize("words", [["-i", "defaults"], ["-idefaults"], ["--info", "defaults"], ["--info=defaults"]])
 def test_hydra_alone_prints_its_information(monkeypatch, words):
     started = []
-    monkeypatch.setattr("configs.command_line.log_to_stderr", lambda: started.append(True))
+    monkeypatch.setattr("configs.guard.log_to_stderr", lambda: started.append(True))
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     guard(lambda: None)
     assert not started

@@ -24,7 +24,7 @@ import prepare_latents
 from common.errors import UserError
 from common.images import adm_center_crop, read_rgb
 from common.randomness import SeedRandom
-from configs import command_line
+from configs.guard import guard
 from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
@@ -262,7 +262,7 @@ def test_empty_paths_foreign_files_and_loops_of_links_are_refused(images, tmp_pa
     (tmp_path / "b").symlink_to(tmp_path / "a")
     arguments = ["encode", f"images={images}", f"output={tmp_path / 'a'}", "autoencoder=identity", "kind=sample"]
     with pytest.raises(SystemExit, match="^error: .*"):
-        command_line.guard(lambda: prepare_latents.main(arguments))
+        guard(lambda: prepare_latents.main(arguments))
 
 
 def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, tmp_path, caplog):

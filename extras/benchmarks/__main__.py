@@ -17,8 +17,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs import command_line
 from configs.arguments import HELP, run_command
+from configs.guard import guard
 
 STEPS = "extras.benchmarks.steps"
 KERNELS = "extras.benchmarks.kernels"
@@ -40,4 +40,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.guard(lambda: main(sys.argv[1:]))
+    guard(lambda: main(sys.argv[1:]))

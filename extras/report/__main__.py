@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.errors import UserError
-from configs import command_line
 from configs.arguments import HELP
+from configs.guard import guard
 from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
@@ -72,4 +72,4 @@ def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    command_line.guard(lambda: main(sys.argv[1:]))
+    guard(lambda: main(sys.argv[1:]))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import sys
 
-from configs import command_line
 from configs.arguments import run_command
+from configs.guard import guard
 
 COMMANDS = {"import": "extras.weights.importing:import_weights"}
 
 if __name__ == "__main__":
-    command_line.guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
+    guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
