@@ -301,39 +301,29 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        active = [  # routes that change tokens in this pass
-            (number, route, ratio, end)
-            for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values()))
-            if ratio > 0 or end.is_called_at_ratio_0
-        ]
-        after_route = {route.end_layer_idx + 1 for _, route, _, _ in active}  # the final layer has index `depth`
+        starts, ends = {}, {}  # each active route's number by its first block, and its route end by its last block
+        for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values())):
+            if ratio > 0 or end.is_called_at_ratio_0:  # an inactive route changes no tokens in this pass
+                starts[route.start_layer_idx], ends[route.end_layer_idx] = number, end
 
-        def run_blocks(first: int, stop: int, h: Tensor, tables: Sequence[Tensor], ids_keep: Tensor | None = None) -> Tensor:
-            """Run blocks `first` to `stop` - 1 on the tokens h, which are all tokens, or in a window the kept ones."""
-            for i in range(first, stop):
-                if h.shape[1] > 0:  # at ratio 1, no tokens are kept
-                    h = self._run_layer(self.blocks[i], i in after_route, h, c, *tables)
-                if on_block is not None:
-                    on_block(i + 1, h, ids_keep)
-            return h
+        ids_keep, kept_tables = None, tables  # outside windows, the blocks run on all tokens
+        for i, block in enumerate(self.blocks):
+            if i in starts:
+                x_before, ratio = h, ratios[starts[i]]  # (B, N, D)
+                if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
+                    noise = None if route_noise is None else route_noise[:, starts[i]]
+                    ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
+                    h = self.router.start_route(h, ids_keep)  # (B, K, D)
+                    kept_tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in tables]
+            if h.shape[1] > 0:  # at ratio 1, no tokens are kept
+                h = self._run_layer(block, i - 1 in ends, h, c, *kept_tables)
+            if on_block is not None:
+                on_block(i + 1, h, ids_keep)
+            if i in ends:
+                h = ends[i](h, x_before, ids_keep, route_inputs)  # (B, N, D)
+                ids_keep, kept_tables = None, tables
 
-        # Run the blocks before each window on all tokens, its own blocks on the kept tokens, and at last the remaining blocks.
-        next_block, depth = 0, len(self.blocks)
-        for number, route, ratio, end in active:
-            start, stop = route.start_layer_idx, route.end_layer_idx + 1
-            h = x_before = run_blocks(next_block, start, h, tables)  # (B, N, D)
-            kept_tables, ids_keep = tables, None
-            if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
-                noise = None if route_noise is None else route_noise[:, number]
-                ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
-                h = self.router.start_route(h, ids_keep)  # (B, K, D)
-                kept_tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in tables]
-            h = run_blocks(start, stop, h, kept_tables, ids_keep)
-            h = end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
-            next_block = stop
-        h = run_blocks(next_block, depth, h, tables)
-
-        out = self._run_layer(self.final_layer, depth in after_route, h, c)  # (B, N, p*p*C)
+        out = self._run_layer(self.final_layer, len(self.blocks) - 1 in ends, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
