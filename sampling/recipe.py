@@ -210,7 +210,7 @@ def check_guidance(
         weak_route_noise_shape=route_noise_shape(weak.config) if weak else (0, 0),
         levels=levels,
     )
-    try:  # builds a denoiser, which is never called, so `id` can stand for the weak one
+    try:  # each method checks its settings when it builds its denoiser, which is not called here; `id` stands for a weak one
         build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
