@@ -71,14 +71,17 @@ class Recipe:
 
             average = posthoc_ema.Average(checkpoint, sampling.ema_length)
             ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
-        found = find_other_files(overrides.guidance, sampling.autoencoder, run_config)
-        return cls(run_config, sampler, sampling, checkpoint=checkpoint, average=average, ema_hash=ema_hash, **found)
+        guidance, weak = resolve_guidance(overrides.guidance, run_config)
+        autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
+        return cls(run_config, sampler, sampling, guidance, checkpoint, weak, average, ema_hash, autoencoder_hash)
 
     @classmethod
     def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
         sampling = schema.SamplingOverrides(**sampling_in_training(run_config))
-        return cls(run_config, run_config.sampler, sampling, **find_other_files(guidance, sampling.autoencoder, run_config))
+        guidance, weak = resolve_guidance(guidance, run_config)
+        autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
+        return cls(run_config, run_config.sampler, sampling, guidance, weak=weak, autoencoder_hash=autoencoder_hash)
 
     def result_settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -136,13 +139,6 @@ class Recipe:
 def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
     """Return the group sampling as the run uses it: with the weights of the EMA."""
     return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
-
-
-def find_other_files(guidance: schema.GuidanceSettings, autoencoder: str, run_config: schema.TrainConfig) -> dict[str, Any]:
-    """Find the files of a recipe besides its own network. Return the fields `guidance`, `weak` and `autoencoder_hash`."""
-    if weak := find_weak_checkpoint(guidance, run_config):
-        guidance = guidance.model_copy(update={"checkpoint": str(weak.path)})
-    return {"guidance": guidance, "weak": weak, "autoencoder_hash": autoencoders.hash_local_files(autoencoder)}
 
 
 def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[Seen]:
@@ -230,15 +226,18 @@ def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
     return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 
-def find_weak_checkpoint(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> Checkpoint | None:
-    """Return the checkpoint of the guidance method's weak network, or None if the method uses no second network.
+def resolve_guidance(
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig
+) -> tuple[schema.GuidanceSettings, Checkpoint | None]:
+    """Find the checkpoint of the guidance method's weak network. Return the settings with its folder, and the checkpoint.
 
-    Raises UserError if no checkpoint is found, or if its network was trained for other latents, classes or noise levels.
+    A method without a second network has none, and keeps its settings. Raises UserError if no checkpoint is found, or if its
+    network was trained for other latents, classes or noise levels.
     """
     if getattr(settings, "checkpoint", None) is None:
-        return None
+        return settings, None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
     if changed := schema.differences_for("guidance", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
-    return weak
+    return settings.model_copy(update={"checkpoint": str(weak.path)}), weak
