@@ -99,8 +99,8 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
     """Open the validation latents in evaluation.validation, which are normalized like the training latents.
 
-    Raises UserError if the validation latents do not match the training latents, or if evaluation.every is 0. Log a warning if
-    they are training latents or may be, or if only one of the two folders says how its images were made.
+    Raises UserError if the validation latents do not match the training latents, or if evaluation.every is 0. Warn if they
+    share shards or images, or if only one of the two folders says which background its images have.
     """
     if not cfg.evaluation.validation:
         return None
@@ -109,10 +109,29 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         raise UserError(f"evaluation.validation={cfg.evaluation.validation} {problem}")
     with name_key("evaluation.validation"):
         validation = LatentDataset(cfg.evaluation.validation)
-    for key in ("channels", "height", "autoencoder", "resolution", "kind", "num_classes", "class_names"):
-        here, there = (getattr(data if hasattr(data, key) else data.info, key) for data in (validation, dataset))
-        if here != there and (key != "class_names" or differing_class(here, there)):
+    check_same_latents(validation, dataset)
+    compare_backgrounds(validation, dataset)
+    warn_of_overlap(validation, dataset)
+    validation.info = dataset.info  # normalize the validation latents with the statistics of the training latents
+    return validation
+
+
+def check_same_latents(validation: LatentDataset, dataset: LatentDataset) -> None:
+    """Raise UserError if the validation latents have another shape, encoding or list of classes than the training latents."""
+
+    def describe(data: LatentDataset) -> dict[str, Any]:
+        stored = {key: getattr(data.info, key) for key in ("autoencoder", "resolution", "kind", "num_classes")}
+        return {"channels": data.channels, "height": data.height, **stored, "class_names": data.class_names}
+
+    training = describe(dataset)
+    for key, here in describe(validation).items():
+        there = training[key]
+        if here != there and (key != "class_names" or differing_class(here, there)):  # class names may be unknown
             raise UserError(f"evaluation.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
+
+
+def compare_backgrounds(validation: LatentDataset, dataset: LatentDataset) -> None:
+    """Raise UserError if the two folders were encoded with different backgrounds. Warn if only one of them says which."""
     here, there = (data.encode_settings.get("background") for data in (validation, dataset))
     if here and there and not are_same_colour(here, there):
         problem = f"it was encoded with background={here}, but data.path={dataset.path} with background={there}"
@@ -121,14 +140,16 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
         silent, other = (validation, dataset) if there else (dataset, validation)
         message = f"{silent.path} does not say which colour is behind its transparent images; {other.path} has {here or there}"
         log.warning("evaluation.validation: %s", message)
+
+
+def warn_of_overlap(validation: LatentDataset, dataset: LatentDataset) -> None:
+    """Warn if shards or images of the validation latents are also in the training latents."""
     if shared := set(validation.hashes.values()) & set(dataset.hashes.values()):
         overlap = f"{len(shared)} of the {len(validation.files)} shards of {validation.path} are also in data.path={dataset.path}"
         log.warning("evaluation.validation: %s, so they measure a loss on training latents", overlap)
     elif num_shared := int(validation.shared_with(dataset).sum()):
         overlap = f"{num_shared} of the {len(validation)} images of {validation.path} are also in data.path={dataset.path}"
         log.warning("evaluation.validation: %s, so they measure a loss on training images", overlap)
-    validation.info = dataset.info
-    return validation
 
 
 @dataclass(frozen=True)
