@@ -66,18 +66,19 @@ def check_routes(cfg: schema.TrainConfig) -> None:
             raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
-def read_before_hashing(source: Path) -> Checkpoint | None:
-    """Return the checkpoint `source`, or a run's newest one, to check it before hashing its large files, which can take minutes.
+def peek_newest(source: Path) -> Checkpoint | None:
+    """Return the checkpoint `source`, or a run's newest one, of which only the small files are verified. None if all are damaged.
 
-    Only its small files are verified. If one is damaged, the checkpoint is left out, as the later verification names the problem.
+    Hashing the large files can take minutes, so wrong settings are refused before. They are checked again afterwards, because the
+    large files may turn out to be damaged, and an earlier checkpoint is then used.
     """
     for folder in (source, *reversed(store.list_steps(source / "checkpoints").values())):
-        with contextlib.suppress(UserError):
+        try:
             store.verify(folder, ())
-            break
-    else:
-        return None
-    return read_checkpoint(folder)
+        except UserError:  # the later verification names the problem
+            continue
+        return read_checkpoint(folder)
+    return None
 
 
 def select_resume_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
@@ -88,7 +89,7 @@ def select_resume_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpo
     """
     if cfg.resume == "never" and store.list_steps(run.checkpoints):
         raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-    if (candidate := read_before_hashing(run.path)) is not None:
+    if (candidate := peek_newest(run.path)) is not None:
         if source := candidate.imported_from:
             remedy = f"start another run from its weights: name=<another> init_from={run.path}"
             raise UserError(f"{candidate.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
@@ -116,7 +117,7 @@ def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkp
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
         return None
     source, raw = run.earlier_initial_checkpoint(Path(cfg.init_from)), store.WEIGHTS["raw"]
-    if (candidate := read_before_hashing(source)) is not None:
+    if (candidate := peek_newest(source)) is not None:
         check_initial(candidate, cfg)
     checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
     if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
