@@ -169,10 +169,15 @@ class RunFolder:
                 file.unlink()
 
     def rename_results(self, reason: str) -> None:
-        """Rename the files and grids of an earlier run, so that the new run does not delete them (see `is_renamed`)."""
+        """Rename the files and grids of an earlier run, so that the new run does not delete them (see `is_renamed`).
+
+        Empty folders stay, such as the samples/ that `open` has made for the new run.
+        """
         suffix = f"earlier_{secrets.token_hex(4)}"
         for name in ("config.yaml", "metrics.jsonl", "samples", "evaluations", SNAPSHOTS, "wandb_id"):
-            if (path := self.path / name).exists():
+            path = self.path / name
+            is_empty = path.is_dir() and not any(path.iterdir())
+            if path.exists() and not is_empty:
                 path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
         log.warning("%s holds results of %s; they are now in *_%s", self.path, reason, suffix)
 

@@ -338,6 +338,7 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
         train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
     assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
     assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_3", "of_4"}
+    assert (run / "samples").is_dir() and not [*run.glob("samples_earlier_*")]  # an empty folder has nothing to keep
 
 
 def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_with_one_are_loaded(train, tmp_path):
