@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. The main process reads it once, and shares it with the other processes.
+    """A checkpoint as a value, which the main process reads and shares with the other processes.
+
+    Its small files are verified. `find_newest`, `find_all` and `resolve_checkpoint` also verify large files (see `store.verify`).
 
     Attributes:
         path: Folder of the checkpoint.
@@ -53,7 +55,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint's small files, which are verified."""
+    """Read a checkpoint's small files. The caller has verified them."""
     checkpoint_hash, state = store.hash_checkpoint(folder), store.read_state(folder)
     return Checkpoint(folder, checkpoint_hash, state["step"], read_config(folder), state)
 
