@@ -31,7 +31,7 @@ SameWeights = Annotated[T, Role("refuses", "refuses",   "refuses", "accepts", "s
 SameState   = Annotated[T, Role("refuses", "accepts",   "refuses", "accepts", "separates")]  # other state besides the weights
 SameRun     = Annotated[T, Role("refuses", "accepts",   "accepts", "accepts", "separates")]  # another run
 Trained     = Annotated[T, Role("asks",    "accepts",   "accepts", "accepts", "separates")]  # other weights from this step on
-Reported    = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures of the same weights
+Reported    = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures or number of steps
 Free        = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights and figures
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Log runs to Weights & Biases. Its errors before the first step are user errors; later errors never end a run."""
+"""Log runs to Weights & Biases. The checks before a run starts raise UserError. Later errors of wandb never end a run."""
 
 from __future__ import annotations
 
