@@ -45,13 +45,13 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     sys.argv[1:] = map(quote_letters, sys.argv[1:])
 
     def run() -> None:
-        with raise_errors(), note_failures() as failures:
+        with raise_errors(), JobFailures() as failures:
             try:
                 command()
             except SystemExit as stop:  # after a signal
-                if stop.code or not failures:
+                if stop.code or not failures.errors:
                     raise
-            if failures:  # a signal stopped the sweep, or a search went on without the failed runs
+            if failures.errors:  # a signal stopped the sweep, or a search went on without the failed runs
                 sys.exit("error: runs of the sweep failed; their errors are logged above")
 
     guard(run, partial(explain_error, config_name=config_name))
@@ -70,9 +70,8 @@ def raise_errors() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def note_failures() -> Iterator[list[str]]:
-    """Yield a list that collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
+class JobFailures:
+    """Collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
 
     Hydra stores what a job returns or raises in `JobReturn.return_value`, and raises the error again when the sweep reads it.
     This property is replaced here, for two reasons. Reading an error also prints "Error executing job with overrides: [...]",
@@ -80,26 +79,30 @@ def note_failures() -> Iterator[list[str]]:
     them, or if Optuna goes on without them (hydra.sweeper.max_failure_rate). Hydra's callbacks do not serve: `on_job_end` is
     called in the process of the job, perhaps on another node, and `on_multirun_end` gets no results.
     """
-    result, failures = JobReturn.return_value, []
 
-    def store(job: JobReturn, value: object) -> None:
+    def __init__(self):
+        self.errors: list[str] = []
+        self._property = JobReturn.return_value
+
+    def __enter__(self) -> JobFailures:
+        JobReturn.return_value = property(self.read, self.store)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        JobReturn.return_value = self._property
+
+    def store(self, job: JobReturn, value: object) -> None:
         if isinstance(value, Exception):
-            failures.append(str(value))
-        result.fset(job, value)
+            self.errors.append(str(value))
+        self._property.fset(job, value)
 
-    def read(job: JobReturn) -> object:
+    def read(self, job: JobReturn) -> object:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
-                return result.fget(job)
+                return self._property.fget(job)
         except Exception as error:  # of a job in another process
-            failures.append(str(error))
+            self.errors.append(str(error))
             raise
-
-    JobReturn.return_value = property(read, store)
-    try:
-        yield failures
-    finally:
-        JobReturn.return_value = result
 
 
 def explain_error(error: Exception, config_name: str = "config") -> str | None:

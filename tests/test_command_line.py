@@ -24,7 +24,7 @@ from configs import jobs
 from configs.arguments import run_command
 from configs.compose import CONFIGS, parse_argument
 from configs.guard import FULL_ERRORS, guard
-from configs.jobs import run_hydra, run_job
+from configs.jobs import JobFailures, run_hydra, run_job
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
 
@@ -289,6 +289,22 @@ def test_a_search_that_continues_after_a_failed_run_exits_with_1(monkeypatch, tm
 
     with pytest.raises(SystemExit, match="^error: runs of the sweep failed"):
         run_hydra(read_failure, "config")
+
+
+def test_hydra_stores_the_result_of_a_job_in_the_property_that_job_failures_replaces(capsys):
+    result = JobReturn.return_value
+    assert isinstance(result, property) and result.fget and result.fset
+    job = JobReturn(status=JobStatus.FAILED)
+    result.fset(job, UserError("no memory"))
+    with pytest.raises(UserError, match="^no memory$"):
+        result.fget(job)
+    assert "Error executing job" in capsys.readouterr().err
+    with JobFailures() as failures:
+        with pytest.raises(UserError, match="^no memory$"):
+            _ = job.return_value
+        job.return_value, job.status = 2.0, JobStatus.COMPLETED
+        assert job.return_value == 2.0 and failures.errors == ["no memory"] and not capsys.readouterr().err
+    assert JobReturn.return_value is result and job.return_value == 2.0
 
 
 def test_other_commands_resolve_interpolations(monkeypatch):
