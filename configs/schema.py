@@ -14,8 +14,6 @@ final_num_samples and validation of evaluation are only in train.py.
 from __future__ import annotations
 
 import itertools
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import ModuleType
@@ -26,7 +24,6 @@ from pydantic.fields import FieldInfo
 
 from common import types
 from common.errors import UserError
-from common.files import hash_bytes
 from common.roles import (
     Free,
     Reported,
@@ -39,10 +36,10 @@ from common.roles import (
     roles_of,
 )
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
-from configs.settings import GROUPS, OneOrMany, Settings, as_list, fill, flatten, nearest, validate
+from configs.run_name import run_name
+from configs.settings import OneOrMany, Settings, as_list, fill, flatten, nearest, validate
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
-MAX_NAME_LENGTH = 60  # maximum number of characters in a generated run name
 
 # Network modules by model.name. A network module defines `build(backbone, **settings)` and BACKBONES, which lists sizes by name.
 NETWORKS = {
@@ -373,27 +370,8 @@ class TrainConfig(Settings):
         return bool(is_possible) if self.evaluation.every is None else self.evaluation.every > 0
 
     def named(self, overrides: Sequence[str]) -> TrainConfig:
-        """Append the overridden keys and their values to the default run name, unless the user set a name.
-
-        The name omits keys that a resume accepts, and keys that the default name covers: data and model, or an experiment and its
-        seed.
-        Names longer than MAX_NAME_LENGTH get a hash.
-        """
-        typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
-        if "name" in typed:
-            return self
-        in_default = {"experiment", "seed"} if "experiment" in typed else {"data", "model"}
-        values, roles, parts = flatten(self.model_dump()), roles_of(self), [self.name]  # `values` omits keys inside lists
-        for key in typed:
-            known = key
-            while known and known not in roles:  # for example, an index in a list: model.routes.0.selection_ratio
-                known = known.rpartition(".")[0]
-            if known and roles[known].resume != "accepts" and key not in in_default:
-                value = json.dumps(values.get(f"{key}.name" if key in GROUPS else key, typed[key])).strip('[]{}"/ ')
-                parts.append(f"{key.rpartition('.')[2]}-{re.sub(r'[^0-9A-Za-z.+-]+', '-', value)}")
-        name = "_".join(parts)
-        if len(parts) > 1 and len(name) > MAX_NAME_LENGTH:
-            name = f"{name[: MAX_NAME_LENGTH - 9]}_{hash_bytes(name.encode())[:8]}"
+        """Name the run after the overridden keys, unless the user set a name (see `run_name`)."""
+        name = run_name(self.name, overrides, flatten(self.model_dump()), roles_of(self))
         return self.model_copy(update={"name": name})
 
 
