@@ -126,18 +126,18 @@ class EvaluationTable:
 def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[str, object]]], plotted: str) -> None:
     """Write all evaluations of samples in a folder to results.csv and results.md, and plot those in `measured` in results.png.
 
-    `measured` holds the command's evaluations and what they measure. They stand in this order, at the places of the file's lines.
+    `measured` holds the command's evaluations and what they measure. The tables list them in this order, at the places that their
+    records have in results.jsonl. Other records keep their places.
     """
 
     def write() -> None:
         with results.lock():
             found = [(record, columns) for planned, columns in measured if (record := results.find(planned))]
-            ours, ordered, rows = {id(record) for record, _ in found}, iter(found), []
-            for record in results.records:
-                if id(record) in ours:
-                    rows.append(next(ordered))
-                elif record.of_samples:
-                    rows.append((record, columns_of(record)))
+            records = [record for record in results.records if record.of_samples]
+            rows = [(record, columns_of(record)) for record in records]
+            places = sorted({records.index(record) for record, _ in found})  # of the command's own records
+            for place, row in zip(places, found):
+                rows[place] = row
             if not rows:  # a later command would not know whose the files are
                 return
             table = EvaluationTable(*zip(*rows), plotted)
