@@ -121,6 +121,7 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
     """Compute metrics num_groups times, each time leaving out a different group of consecutive samples.
 
     Returns {name: [value without group i]} for `metrics.standard_error`, or {} if a group would have fewer than two samples.
+    A metric without a finite value for every group is omitted, because records are compared group by group.
     """
     values: dict[str, list[float]] = {}
     for group in torch.arange(len(samples)).tensor_split(num_groups) if len(samples) >= 2 * num_groups > 0 else ():
@@ -129,7 +130,7 @@ def jackknife(reference: Features, samples: Features, labels: Tensor | None, num
         for metric in metrics_for(samples.detector):
             if metric.in_jackknife and (value := metric.compute(pair)) is not None and isfinite(value):
                 values.setdefault(metric.name, []).append(value)
-    return values
+    return {name: complete for name, complete in values.items() if len(complete) == num_groups}
 
 
 def display_name(metric: str, num_samples: int) -> str:

@@ -152,14 +152,15 @@ def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[
 def differ(record: Evaluation, other: Evaluation, metric: str) -> bool | None:
     """Return whether zero is outside the 95% confidence interval of the difference between two results.
 
-    Return None without jackknife values, which need 20 samples.
+    Return None without jackknife values, which need 20 samples, or if one record has fewer of them. Earlier versions left out
+    values that are not finite.
 
     The jackknife is applied to the difference itself, because evaluations with the same seeds share most of their sampling noise.
     """
     from scipy.special import stdtrit  # scipy is slow to import
 
-    groups = [side.jackknife.get(metric) for side in (record, other)]
-    if None in groups:
+    groups = [side.jackknife.get(metric, []) for side in (record, other)]
+    if not groups[0] or len(groups[0]) != len(groups[1]):
         return None
     error = standard_error([a - b for a, b in zip(*groups)])
     return bool(abs(record.metrics[metric] - other.metrics[metric]) > stdtrit(len(groups[0]) - 1, 0.975) * error)

@@ -153,3 +153,5 @@ def test_the_jackknife_leaves_out_one_group_of_samples_and_labels_at_a_time():
     assert found["fd_digits"][0] == pytest.approx(metrics.frechet_distance(reference.pool, x[kept]))
     assert found["class_agreement"][0] == pytest.approx(metrics.class_agreement(x[kept], labels[kept]))
     assert jackknife(reference, Features("digits", pool=x[:19], logits=x[:19]), None, 10) == {}
+    labels[0] = -1  # only without the first group, the detector knows all labels
+    assert "class_agreement" not in jackknife(reference, Features("digits", pool=x, logits=x), labels, 10)

@@ -767,3 +767,5 @@ def test_differences_are_judged_group_by_group():
     assert standard_error(low) > 50
     assert differ(first, above, "fid") is True and differ(first, first, "fid") is False and not differ(first, other, "fid")
     assert differ(first, record("a", 45.0), "fid") is None  # too few samples: the tables show no mark
+    lacks_a_group = record("a", 45.0, low[1:])  # of an earlier version, which left out infinite values
+    assert differ(first, lacks_a_group, "fid") is None and differ(lacks_a_group, first, "fid") is None
