@@ -117,16 +117,19 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     of threads produces the same file.
 
     Raises:
-        UserError: `output` exists or has another name, or the images have no labels, are too few, too large or not square.
+        UserError: `output` exists or has another name, or the images have no labels, are too few or of a size that does not fit.
     """
     is_digits = output.name == "digits.safetensors"
     name = "digits" if is_digits else f"small-{output.stem}"
     if output.suffix != ".safetensors" or not (is_digits or small_set(name)) or output.exists():
-        raise UserError(f"output={output} must be a new file named after the set: <letters, digits and _>.safetensors")
+        form = "<a lower-case letter, then such letters, digits and _>.safetensors"
+        raise UserError(f"output={output} must be a new file named after the set: {form}")
     num_images, height, width, _ = images.shape
+    fits = height == width == 8 if is_digits else height == width <= 128
+    accepted = "digits.safetensors needs 8x8, other names" if is_digits else "a detector needs"
     problems = {
         f"it holds {num_images:,} images; a detector needs at least 1,000": num_images < 1000,
-        f"its images have {width}x{height} pixels; a detector needs squares of at most 128": height != width or height > 128,
+        f"its images have {width}x{height} pixels; {accepted} squares of at most 128": not fits,
         "it holds no labels; make it from labelled shards or from an .npz with `labels`": images.labels is None,
     }
     if reasons := [problem for problem, applies in problems.items() if applies]:

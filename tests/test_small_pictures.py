@@ -153,7 +153,7 @@ def test_copies_are_not_on_both_sides_of_the_detectors_split(tmp_path):
 
 def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prepared, tmp_path):
     for output in ("Fashion.safetensors", "dinov2.safetensors", "fashion.npz"):
-        with pytest.raises(UserError, match=f"output=.*{output} must be a new file named after the set"):
+        with pytest.raises(UserError, match=f"output=.*{output} must be a new file named after the set: <a lower-case"):
             train_detector(open_images(prepared / "fashion.npz"), prepared / output, torch.device("cpu"), 1)
     few, no_labels = "it holds 999 images; a detector needs at least 1,000", "it holds no labels; make it from"
     for name, shape, labels, words in (
@@ -164,6 +164,9 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
         write_npz(tmp_path / f"{name}.npz", np.zeros(shape, np.uint8), shape, labels)
         with pytest.raises(UserError, match=rf"{name}.npz: {words}"):
             train_detector(open_images(tmp_path / f"{name}.npz"), tmp_path / "a.safetensors", torch.device("cpu"), 1)
+    words = "its images have 32x32 pixels; digits.safetensors needs 8x8, other names squares of at most 128"
+    with pytest.raises(UserError, match=words):
+        train_detector(open_images(prepared / "fashion.npz"), tmp_path / "digits.safetensors", torch.device("cpu"), 1)
 
 
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepared, train):
