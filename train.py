@@ -74,7 +74,7 @@ def main(cfg: TrainConfig) -> float | None:
     elif plan.initial is not None:
         saving.start_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
     processes.on_main(partial(begin_run, trainer, run, plan))
-    processes.check_new_file("output_dir", run.lock_file)
+    processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()

@@ -74,7 +74,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
-        self.starts, self.lock_file = self.path / "starts.jsonl", self.path / ".lock"
+        self.starts, self.lock_path = self.path / "starts.jsonl", self.path / ".lock"
         self.saved_mark = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
 
@@ -95,7 +95,7 @@ class RunFolder:
         if self.path.is_dir() and not self._is_run() and (others := [*self._others()]):
             reason = f"{self.path} holds {others[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
-        self._lock = lock_file(self.lock_file, "training in", "name")
+        self._lock = lock_file(self.lock_path, "training in", "name")
         for folder in (self.checkpoints, self.samples):
             make_folder(folder)
         for folder in (self.checkpoints, self.samples, self.snapshots):

@@ -224,7 +224,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 
 def load(folder: Path) -> Tensors:
     """Load the tensors of a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    tensors, listed = load_initial(folder), read_listed_hashes(folder)
+    tensors, listed = load_weights_and_ema(folder), read_listed_hashes(folder)
     with as_user_error(file := folder / "optimizer.pt"):
         tensors.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(tensors.optimizer, dict):
@@ -235,7 +235,7 @@ def load(folder: Path) -> Tensors:
     return tensors
 
 
-def load_initial(folder: Path) -> Tensors:
+def load_weights_and_ema(folder: Path) -> Tensors:
     """Load the weights with which another run starts. If a checkpoint has no raw weights, use its EMA for both."""
     ema = load_weights(folder, "ema")
     model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)

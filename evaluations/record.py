@@ -77,7 +77,7 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         return "detector" in self.settings
 
     @property
-    def key(self) -> dict:
+    def compared_settings(self) -> dict:
         """Return the settings without paths and without defaults. Records with equal keys measured in the same way."""
         settings = json.loads(json.dumps(self.settings))
         return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
@@ -89,7 +89,7 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
             is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash
                 is of the run's weights at its step.
         """
-        if self.key != planned.key:
+        if self.compared_settings != planned.compared_settings:
             return False
         if planned.checkpoint is None:  # of the run itself, or of images on disk
             return self.checkpoint is None and self.step == planned.step
@@ -134,7 +134,7 @@ class Results:
         """Folder for the features of references, next to the runs, because several runs often use the same reference."""
         return (self.run_folder.parent if self.run_folder else self.folder) / "reference_features"
 
-    def attempt(self, action: Callable[[], object]) -> None:
+    def write_or_warn(self, action: Callable[[], object]) -> None:
         """Call `action`, which writes into the folder. If the folder is optional, the first UserError ends all writing."""
         try:
             if self._is_writable:
@@ -147,7 +147,7 @@ class Results:
 
     def ensure_writable(self) -> Results:
         """Raise UserError if the folder cannot be written, unless it is optional. Call it before evaluations, which take long."""
-        self.attempt(self._refuse_unwritable)
+        self.write_or_warn(self._refuse_unwritable)
         return self
 
     def _refuse_unwritable(self) -> None:
@@ -200,7 +200,7 @@ class Results:
                 if not self.find(record):
                     append_line(self.file, record.model_dump(exclude_defaults=True))
 
-        self.attempt(append)
+        self.write_or_warn(append)
         if not self.find(record):
             self._unstored.append(record)
 

@@ -51,7 +51,7 @@ class EvaluationTable:
         self.records, self.columns, self.plotted = records, [dict(row) for row in columns], plotted
         self.metrics = {name for record in records for name in record.metrics}
         ranked: dict[tuple, list[Evaluation]] = {}
-        groups = [tuple(map(record.key.get, COMPARABLE)) for record in records]
+        groups = [tuple(map(record.compared_settings.get, COMPARABLE)) for record in records]
         for record, group in zip(records, groups):
             ranked.setdefault(group, []).extend([record] if plotted in record.metrics else [])
         self.marks = [self._mark(record, ranked[group]) for record, group in zip(records, groups)]
@@ -146,7 +146,7 @@ def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[
             if picture := EvaluationTable(*zip(*found), plotted).plot() if found else None:
                 write_atomically(results.folder / "results.png", picture)
 
-    results.attempt(write)
+    results.write_or_warn(write)
 
 
 def differ(record: Evaluation, other: Evaluation, metric: str) -> bool | None:

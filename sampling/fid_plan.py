@@ -315,4 +315,4 @@ def in_random_order(points: Sequence[Point]) -> list[Point]:
     """
     draw = random.SystemRandom().random  # no seed may give two commands the same order
     places: dict[object, float] = defaultdict(draw)
-    return sorted(points, key=lambda point: (places[point.recipe and point.recipe.network], draw()))
+    return sorted(points, key=lambda point: (places[point.recipe and point.recipe.weights_source], draw()))

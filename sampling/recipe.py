@@ -105,14 +105,14 @@ class Recipe:
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
-    def network(self) -> tuple[Checkpoint | None, Any]:
+    def weights_source(self) -> tuple[Checkpoint | None, Any]:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
         return self.checkpoint, self.average or self.sampling.weights
 
     def load_image_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
-        net = load_network(*self.network, device, compile_mode)
+        net = load_network(*self.weights_source, device, compile_mode)
         decoder = autoencoders.build(self.sampling.autoencoder, device, self.run_config.data.in_channels)
         return self.build_image_sampler(net, decoder, device, compile_mode)
 

@@ -223,7 +223,7 @@ def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path,
     run = RunFolder(tmp_path, "new")
     assert path_to_start(run, folder, "weights") == folder
     assert "the raw weights also start from the EMA" in caplog.text
-    loaded = store.load_initial(folder)
+    loaded = store.load_weights_and_ema(folder)
     assert all(torch.equal(loaded.model[name], value) for name, value in make(10)[1].ema.items()) and loaded.optimizer == {}
     with pytest.raises(UserError, match="is missing"):
         path_to_start(run, folder, "all")

@@ -157,8 +157,8 @@ class Samplers:
     """What samples from the EMA network during training, and what scores the samples."""
 
     grid: ImageSampler | None  # None without sample grids
-    evaluated: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluated`
-    evaluator: Evaluator | None  # None if `evaluated` is empty
+    evaluation_samplers: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluation_recipes`
+    evaluator: Evaluator | None  # None if `evaluation_samplers` is empty
 
 
 def prepare_sampling(cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator) -> Samplers:
@@ -169,10 +169,12 @@ def prepare_sampling(cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: Ru
     compile_network(ema.net, mode)
     grid = plan.grid and plan.grid.build_image_sampler(ema.net, decoder, device, mode)
     evaluator = None
-    if plan.evaluated:
+    if plan.evaluation_recipes:
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-    return Samplers(grid, [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluated], evaluator)
+    return Samplers(
+        grid, [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes], evaluator
+    )
 
 
 def build_hooks(
@@ -187,7 +189,7 @@ def build_hooks(
         active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
     if samplers.grid:
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, samplers.grid))
-    for recipe, sampler in zip(plan.evaluated, samplers.evaluated):
+    for recipe, sampler in zip(plan.evaluation_recipes, samplers.evaluation_samplers):
         hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, samplers.evaluator, recipe, sampler, plan.scoring)
         active.append(hook)
     if validation:

@@ -77,7 +77,7 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], train: Train, para
             raise UserError(f"{problem}: it has no state for {name}")
     actual, expected = (
         {f"{key} of {name}": value for name, values in states.items() for key, value in values.items()}
-        for states in (state, state_after_step(train, parameters))
+        for states in (state, expected_state(train, parameters))
     )
     if not all(isinstance(value, Tensor) for value in actual.values()):
         raise UserError(f"{problem}: it holds other values than tensors")
@@ -93,7 +93,7 @@ def check_state(file: Path, state: dict[str, dict[str, Any]], train: Train, para
         raise UserError(f"{problem}: some of its parameters are after {min(steps):g} steps and others after {max(steps):g}")
 
 
-def state_after_step(train: Train, parameters: Parameters) -> dict[str, dict[str, Any]]:
+def expected_state(train: Train, parameters: Parameters) -> dict[str, dict[str, Any]]:
     """Return the state that the optimizers have after a step, as tensors without data (on the meta device)."""
     twins = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
     for twin in twins.values():

@@ -147,7 +147,7 @@ def start_from(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_
     `class_names` are the names of the classes of the other run, or None if they are unknown.
     """
     folder, step = checkpoint.path, checkpoint.step
-    tensors = store.load(folder) if init_state == "all" else store.load_initial(folder)
+    tensors = store.load(folder) if init_state == "all" else store.load_weights_and_ema(folder)
     sides = (trainer.net.state_dict(), tensors.model)
     num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
     if init_state == "all":

@@ -38,7 +38,7 @@ class TrainPlan:
         initial: Checkpoint of init_from with which the run begins, or None.
         initial_classes: Names of the classes of `initial`, or None if they are unknown.
         grid: Recipe of the sample grids, or None without grids.
-        evaluated: Recipe for each guidance whose samples are scored.
+        evaluation_recipes: Recipe for each guidance whose samples are scored.
         reference: Images with which these samples are compared, or None.
         scoring: What the scores depend on besides the samples (`scoring_settings`).
     """
@@ -47,13 +47,13 @@ class TrainPlan:
     initial: Checkpoint | None
     initial_classes: list[str] | None
     grid: Recipe | None
-    evaluated: list[Recipe]
+    evaluation_recipes: list[Recipe]
     reference: ImageSet | None
     scoring: dict[str, object]
 
     @property
     def recipes(self) -> list[Recipe]:
-        return [*self.evaluated, *([self.grid] if self.grid else [])]
+        return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
 
     def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[Seen]:
         """Return what this process sees of the files that all processes read."""
@@ -143,7 +143,7 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     cfg, train = trainer.cfg, trainer.cfg.train
     num_parameters, num_lengths, every = num_trained_parameters(trainer.net), len(train.ema_lengths), cfg.checkpoint.keep_every
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
-    states = optimizers.state_after_step(train, trainer.parameters).values()
+    states = optimizers.expected_state(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
     weights = sum(p.nbytes for p in trainer.parameters.values())  # of the network and, with alignment, the projector
     size = (weights + 4 * (1 + num_lengths) * num_parameters + moments) / 1e9  # EMA and train.ema_lengths in float32

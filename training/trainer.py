@@ -101,7 +101,7 @@ class Trainer:
         step: Number of completed optimizer steps. Training starts at `first_step`.
         last_logged_step: Step of the last metrics line.
         image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
-        slices: Slices of the global batch, one for each micro-batch of this process.
+        micro_batch_slices: Slices of the global batch, one for each micro-batch of this process.
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_sums: Sums of the diffusion loss and, with alignment, the alignment loss since `last_logged_step`. They remain on the
             device, so no training step waits for the device.
@@ -133,7 +133,7 @@ class Trainer:
         num_micro_batches = cfg.train.grad_accum_steps
         size = cfg.train.batch_size // (accelerator.num_processes * num_micro_batches)
         start = accelerator.process_index * num_micro_batches * size
-        self.slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
+        self.micro_batch_slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.graph: StepGraph | None = None
         if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
@@ -147,21 +147,24 @@ class Trainer:
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
         train, data = self.cfg.train, self.dataset
-        order = BatchOrder(len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.slices, data.has_flips)
+        order = BatchOrder(
+            len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.micro_batch_slices, data.has_flips
+        )
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
-        return zip(*[micro_batches] * len(self.slices))  # one tuple of micro-batches per step
+        return zip(*[micro_batches] * len(self.micro_batch_slices))  # one tuple of micro-batches per step
 
     def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
         """Run the forward pass, backward pass, optimizer and EMA for one global batch without waiting for the device.
 
         Args:
-            micro_batches: (stored latents, labels) for each slice in `self.slices`. With alignment, each tuple also has images.
+            micro_batches: (stored latents, labels) for each of `self.micro_batch_slices`. With alignment, each tuple also has
+                images.
         """
         cfg, compute_gradients = self.cfg, self.graph or self.compute_gradients
         losses_of_step = torch.zeros_like(self.loss_sums)
-        for m, (rows, micro_batch) in enumerate(zip(self.slices, micro_batches)):
-            is_last = m == len(self.slices) - 1  # DDP averages the gradients over processes in the last backward
+        for m, (rows, micro_batch) in enumerate(zip(self.micro_batch_slices, micro_batches)):
+            is_last = m == len(self.micro_batch_slices) - 1  # DDP averages the gradients over processes in the last backward
             random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, rows=rows, device=self.device)
             stored, labels, *images = micro_batch
             patches = [self.alignment.encode(x.to(self.device, non_blocking=True)) for x in images]
@@ -169,7 +172,7 @@ class Trainer:
                 for model in () if is_last else self.wrapped:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses, bin_sums = compute_gradients(random_for, stored, labels, *patches)
-            losses_of_step += losses / len(self.slices)
+            losses_of_step += losses / len(self.micro_batch_slices)
             self.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
             hook.measure(self)
@@ -205,7 +208,7 @@ class Trainer:
         losses = [loss_of_sample.mean()]
         if patches is not None:
             losses.append(self.alignment.loss(self.wrapped[1], net, patches))
-        total_loss = sum(losses[1:], losses[0]) / len(self.slices)
+        total_loss = sum(losses[1:], losses[0]) / len(self.micro_batch_slices)
         total_loss.backward()
         return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), random.quantiles)
 

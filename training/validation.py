@@ -54,13 +54,13 @@ class ValidationLoss(EvaluationHook):
 
     def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
         start_sec = time.perf_counter()
-        sums = trainer.accelerator.reduce(self.bin_sums(trainer), reduction="sum")
+        sums = trainer.accelerator.reduce(self.measure_bins(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
         figures = {"metrics": loss, "by_level": means_by_bin(sums), "evaluation_sec": time.perf_counter() - start_sec}
         return planned.model_copy(update=figures)
 
     @torch.no_grad()
-    def bin_sums(self, trainer: Trainer) -> Tensor:
+    def measure_bins(self, trainer: Trainer) -> Tensor:
         """Sum and count this process's validation losses in each noise level bin. Return a [2, NUM_BINS] tensor."""
         cfg, data, device, accelerator = trainer.cfg, self.dataset, trainer.device, trainer.accelerator
         # All batches have the same size, because each new size triggers a compilation. Repeated items at the end are ignored.

@@ -133,7 +133,7 @@ class Run:
     def add(self, record: Evaluation) -> None:
         """Add the figures of an evaluation of this run."""
         default = vars(type(self.cfg.sampler)())
-        settings = {key: x for key, x in record.key.items() if key == "num_steps" or x != default.get(key)}
+        settings = {key: x for key, x in record.compared_settings.items() if key == "num_steps" or x != default.get(key)}
         if settings.get("autoencoder") == self.cfg.sampling.autoencoder:
             settings.pop("autoencoder", None)
         guidance = guidance_fields(settings)
