@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common.randomness import SampleRandom
 from routing_module import Route, SelectionRule, TokenRouter, build_rule, num_kept_tokens, uniform_noise
 
-# Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for the digits data.
+# Network sizes (depth, width, heads). S to XL are from DiT (arXiv 2212.09748, Table 1). XS is a small size for small pictures.
 SIZES = {"XS": (12, 96, 3), "S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 BACKBONES = {f"DiT-{size}/{patch}": (*SIZES[size], patch) for size in SIZES for patch in (1, 2, 4, 8)}
 

@@ -32,7 +32,7 @@ SameState   = Annotated[T, Role("refuses", "accepts",   "refuses", "accepts", "s
 SameRun     = Annotated[T, Role("refuses", "accepts",   "accepts", "accepts", "separates")]  # another run
 Trained     = Annotated[T, Role("asks",    "accepts",   "accepts", "accepts", "separates")]  # other weights from this step on
 Reported    = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures or number of steps
-Free        = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights and figures
+Free        = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights
 # fmt: on
 
 

@@ -897,6 +897,18 @@ def test_a_replaced_image_of_nearly_equal_content_does_not_match_its_latent(imag
     inspect(out, f"images={folder}", "grid=none")
 
 
+def test_inspection_lists_the_images_that_encode_lists_whatever_their_labels(images, tmp_path):
+    nested = tmp_path / "pictures"
+    shutil.copytree(images, nested / "train")  # the classes lie below a folder that is no class
+    inspect(encode(nested, tmp_path / "nested"), f"images={nested}", "grid=none")
+    unlabelled = tmp_path / "unlabelled"
+    unlabelled.mkdir()
+    for i, file in enumerate(sorted(images.glob("*/*.png"))):
+        shutil.copy(file, unlabelled / f"{i}.png")
+    out = encode(unlabelled, tmp_path / "out", "identity", "labels=none", "num_classes=10")
+    assert "1 problems\n- 9 of 10 classes have no item" in problems_of(out, f"images={unlabelled}", "grid=none")
+
+
 def test_enlarged_images_are_counted(tmp_path, caplog):
     caplog.set_level("INFO")
     for i, size in enumerate((8, 31, 32, 64)):

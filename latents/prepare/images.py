@@ -225,7 +225,8 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
         path: Folder of images, folder of WebDataset tars, or a single tar.
         label_by: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
             `first_level` is like `auto`, but the classes are the first-level folders, with all that is below them, and the tars
-            may belong to several parts of a data set.
+            may belong to several parts of a data set. `paths_only` lists the same images for a caller that needs no labels,
+            also if the folders are no classes.
 
     Raises:
         UserError: If there are no images, if dataset.json lists a missing image, or if the folders that hold images are no
@@ -247,6 +248,8 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
         images = LabelledImages(path, names, [0] * len(names))
     elif os.path.lexists(path / "dataset.json"):
         images = _label_by_json(path, names)
+    elif label_by == "paths_only":
+        images = LabelledImages(path, names, [0] * len(names))
     else:
         images = _label_by_folder(path, names, label_by == "first_level", problems)
     if not len(images):

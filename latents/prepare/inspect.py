@@ -109,7 +109,7 @@ class SourceImages:
     def __init__(self, dataset: LatentDataset, folder: str):
         """Find the images. Raises UserError if their number differs from the number of latents."""
         settings = dataset.encode_settings
-        self._source = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "first_level")
+        self._source = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
         keys = ("background", "pad", "grey", "value_range")
         self._read = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
         part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
