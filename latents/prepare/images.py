@@ -244,11 +244,9 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
         if label_by == "auto":
             check_parts(path, "or set labels=first_level to use all")
         images = TarImages(path, label_by != "none")
-    elif label_by == "none":
-        images = LabelledImages(path, names, [0] * len(names))
-    elif os.path.lexists(path / "dataset.json"):
+    elif label_by != "none" and os.path.lexists(path / "dataset.json"):
         images = _label_by_json(path, names)
-    elif label_by == "paths_only":
+    elif label_by in ("none", "paths_only"):
         images = LabelledImages(path, names, [0] * len(names))
     else:
         images = _label_by_folder(path, names, label_by == "first_level", problems)
