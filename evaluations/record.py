@@ -78,7 +78,7 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     @property
     def compared_settings(self) -> dict:
-        """Return the settings without paths and without defaults. Records with equal keys measured in the same way."""
+        """Return the settings without paths and without defaults. Records in which these are equal measured in the same way."""
         settings = json.loads(json.dumps(self.settings))
         return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
 

@@ -81,12 +81,17 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
     if settings.every and not (settings.validation and settings.reference is None):
         for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
-            if recipe.result_settings() not in [
-                other.result_settings() for other in evaluated
-            ]:  # intervals have no effect at cfg_scale=1
+            # For example, intervals have no effect at cfg_scale=1.
+            if all(recipe.result_settings() != other.result_settings() for other in evaluated):
                 evaluated.append(recipe)
-        needs = settings.all_detectors, cfg.data.resolution, settings.background, dataset.encode_settings
-        reference = open_reference(settings.reference, "evaluation.reference", *needs)
+        reference = open_reference(
+            settings.reference,
+            "evaluation.reference",
+            settings.all_detectors,
+            resolution=cfg.data.resolution,
+            background=settings.background,
+            encoded_with=dataset.encode_settings,
+        )
         scoring = scoring_settings(settings, reference)
     return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)
 
