@@ -132,7 +132,7 @@ class RunFolder:
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
         return identifier
 
-    def reached_checkpoint(self) -> int | None:
+    def last_step_if_saved(self) -> int | None:
         """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
         if not self.saved_mark.exists():
             return None

@@ -31,7 +31,7 @@ class SampleRandom:
     """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `_draw`.
 
     Attributes:
-        quantiles: Quantiles in [0, 1] of the noise levels, [B], after `noise_level` has been called.
+        quantiles: Quantiles in [0, 1] of the noise levels, [B], after `draw_for_noise_level` has been called.
     """
 
     quantiles: Tensor | None = None
@@ -44,13 +44,13 @@ class SampleRandom:
         """Draw uniform numbers in [0, 1), [B, *shape]."""
         return self._draw(torch.rand, shape)
 
-    def noise_level(self, distribution: Literal["normal", "uniform"]) -> Tensor:
+    def draw_for_noise_level(self, distribution: Literal["normal", "uniform"]) -> Tensor:
         """Draw the numbers [B] from which a loss computes its noise levels, and store their quantiles for `loss_by_level`.
 
         The noise levels must increase with the numbers. A loss calls this method once. A second call raises RuntimeError.
         """
         if self.quantiles is not None:
-            raise RuntimeError("a second call of noise_level would replace the quantiles of the noise levels")
+            raise RuntimeError("a second call of draw_for_noise_level would replace the quantiles of the noise levels")
         numbers = self._draw_noise_level(torch.randn if distribution == "normal" else torch.rand)
         self.quantiles = torch.special.ndtr(numbers) if distribution == "normal" else numbers
         return numbers

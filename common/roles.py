@@ -1,6 +1,6 @@
 """Roles say what a run, another run that starts from it, and the report do if the value of a train.py key changes.
 
-A key declares its role in its type, as in `lr: Trained[PositiveFloat]`. A key without a role has the role of its group.
+A key declares its role in its type, as in `lr: ChangesWeights[PositiveFloat]`. A key without a role has the role of its group.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Role:
 
 
 # fmt: off
-#                               resume     init_weights init_all   guidance   report           another value means
-SameLatents = Annotated[T, Role("refuses", "refuses",   "refuses", "refuses", "separates")]  # other latents or noise levels
-SameClasses = Annotated[T, Role("refuses", "accepts",   "refuses", "refuses", "separates")]  # another label table
-SameWeights = Annotated[T, Role("refuses", "refuses",   "refuses", "accepts", "separates")]  # weights of another shape or meaning
-SameState   = Annotated[T, Role("refuses", "accepts",   "refuses", "accepts", "separates")]  # other state besides the weights
-SameRun     = Annotated[T, Role("refuses", "accepts",   "accepts", "accepts", "separates")]  # another run
-Trained     = Annotated[T, Role("asks",    "accepts",   "accepts", "accepts", "separates")]  # other weights from this step on
-Reported    = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures or number of steps
-Free        = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights
+#                                  resume     init_weights init_all   guidance   report           another value means
+SameLatents    = Annotated[T, Role("refuses", "refuses",   "refuses", "refuses", "separates")]  # other latents or noise levels
+SameClasses    = Annotated[T, Role("refuses", "accepts",   "refuses", "refuses", "separates")]  # another label table
+SameWeights    = Annotated[T, Role("refuses", "refuses",   "refuses", "accepts", "separates")]  # other weights or their meaning
+SameState      = Annotated[T, Role("refuses", "accepts",   "refuses", "accepts", "separates")]  # other state besides the weights
+SameRun        = Annotated[T, Role("refuses", "accepts",   "accepts", "accepts", "separates")]  # another run
+ChangesWeights = Annotated[T, Role("asks",    "accepts",   "accepts", "accepts", "separates")]  # other weights from this step on
+ChangesReport  = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "separates")]  # other figures or number of steps
+ChangesNothing = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts", "ignores")]    # the same weights
 # fmt: on
 
 
@@ -45,7 +45,7 @@ def roles_of(settings: object, group: str = "", role: Role | None = None) -> dic
         if hasattr(type(value), "__pydantic_fields__"):
             roles |= roles_of(value, f"{key}.", key_role)
         elif key_role is None:
-            raise TypeError(f"{key} has no role: give its type one in {type(settings).__module__}, as in Free[...]")
+            raise TypeError(f"{key} has no role: give its type one in {type(settings).__module__}, as in ChangesNothing[...]")
         if key_role is not None:
             roles[key] = key_role
     return roles

@@ -25,14 +25,14 @@ from pydantic.fields import FieldInfo
 from common import types
 from common.errors import UserError
 from common.roles import (
-    Free,
-    Reported,
+    ChangesNothing,
+    ChangesReport,
+    ChangesWeights,
     SameClasses,
     SameLatents,
     SameRun,
     SameState,
     SameWeights,
-    Trained,
     roles_of,
 )
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
@@ -138,16 +138,16 @@ class SPRINTModel(Model):
 class Data(Settings):
     """Training data settings. `training.build.open_data` reads the values of keys that are None from the latents."""
 
-    name: Reported[FolderName]
-    path: Free[Text | None]
+    name: ChangesReport[FolderName]
+    path: ChangesNothing[Text | None]
     in_channels: SameLatents[PositiveInt | None]
     input_size: SameLatents[PositiveInt | None]
     num_classes: SameClasses[PositiveInt | None]
-    num_workers: Free[NonNegativeInt]
+    num_workers: ChangesNothing[NonNegativeInt]
     scale_factor: SameLatents[PositiveFloat | None] = None
     latents_mean: SameLatents[list[FiniteFloat] | None] = None
     latents_std: SameLatents[list[PositiveFloat] | None] = None
-    resolution: Reported[PositiveInt | None] = None
+    resolution: ChangesReport[PositiveInt | None] = None
 
 
 class Disabled(Settings):
@@ -157,7 +157,7 @@ class Disabled(Settings):
 class REPASettings(Settings):
     name: Literal["repa"]
     encoder: Text
-    encoder_weights: Free[Text | None]
+    encoder_weights: ChangesNothing[Text | None]
     block: PositiveInt
     weight: PositiveFloat
     projector_width: PositiveInt
@@ -227,25 +227,25 @@ Guidances = Annotated[list[GuidanceSettings], BeforeValidator(combinations), Fie
 
 
 class Train(Settings):
-    num_steps: Reported[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
+    num_steps: ChangesReport[PositiveInt | None]  # `training.build.fill_in_lengths` computes lengths that are None
     batch_size: SameRun[PositiveInt]
-    grad_accum_steps: Free[PositiveInt]
+    grad_accum_steps: ChangesNothing[PositiveInt]
     optimizer: SameState[Literal["adamw", "muon"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS
-    lr: Trained[PositiveFloat]
-    warmup_steps: Trained[NonNegativeInt]
-    schedule: Trained[Literal["constant", "cosine", "inverse_sqrt"]]
-    betas: Trained[Annotated[list[Fraction], Field(min_length=2, max_length=2)]]
-    weight_decay: Trained[NonNegativeFloat]
-    grad_clip_norm: Trained[PositiveFloat | None]
-    ema_decay: Trained[Fraction | None]
+    lr: ChangesWeights[PositiveFloat]
+    warmup_steps: ChangesWeights[NonNegativeInt]
+    schedule: ChangesWeights[Literal["constant", "cosine", "inverse_sqrt"]]
+    betas: ChangesWeights[Annotated[list[Fraction], Field(min_length=2, max_length=2)]]
+    weight_decay: ChangesWeights[NonNegativeFloat]
+    grad_clip_norm: ChangesWeights[PositiveFloat | None]
+    ema_decay: ChangesWeights[Fraction | None]
     ema_schedule: SameRun[Literal["warmup", "constant"]] = "warmup"
     ema_lengths: SameState[list[EMALength]]
-    ema_snapshot_every: Free[PositiveInt | None]
-    precision: Trained[Precision]
-    cuda_graphs: Free[Literal["auto", "none", "step"]] = "auto"
-    activation_checkpointing: Free[Literal["none", "blocks"]]
-    activation_memory_budget: Free[Annotated[float, Field(ge=0, le=1)]]
-    log_every: Free[PositiveInt]
+    ema_snapshot_every: ChangesNothing[PositiveInt | None]
+    precision: ChangesWeights[Precision]
+    cuda_graphs: ChangesNothing[Literal["auto", "none", "step"]] = "auto"
+    activation_checkpointing: ChangesNothing[Literal["none", "blocks"]]
+    activation_memory_budget: ChangesNothing[Annotated[float, Field(ge=0, le=1)]]
+    log_every: ChangesNothing[PositiveInt]
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Train:
@@ -306,9 +306,9 @@ class EvaluationSettings(SharedEvaluation):
 
 
 class Machine(Settings):
-    compile: Free[Compile]
-    tf32: Trained[bool]
-    cpu_threads: Free[PositiveInt | None]
+    compile: ChangesNothing[Compile]
+    tf32: ChangesWeights[bool]
+    cpu_threads: ChangesNothing[PositiveInt | None]
 
 
 class Wandb(Settings):
@@ -322,11 +322,11 @@ def validate_groups(raw: dict, **types: type) -> Settings:
 
 
 class TrainConfig(Settings):
-    name: Free[FolderName]
-    output_dir: Free[Text]
-    experiment: Free[dict[str, Any] | None]  # see configs/experiment/bases/row.yaml
+    name: ChangesNothing[FolderName]
+    output_dir: ChangesNothing[Text]
+    experiment: ChangesNothing[dict[str, Any] | None]  # see configs/experiment/bases/row.yaml
     seed: SameRun[Annotated[int, Field(ge=0, le=2**32 - 1)]]  # seed range of NumPy's global generator
-    resume: Free[Literal["auto", "changed", "never"]]
+    resume: ChangesNothing[Literal["auto", "changed", "never"]]
     init_from: SameRun[Text | None]
     init_state: SameRun[Literal["weights", "all"]]
     model: SameRun[Annotated[Model | SPRINTModel, Field(discriminator="name")]]
@@ -334,14 +334,14 @@ class TrainConfig(Settings):
     diffusion: SameRun[Diffusion]
     alignment: SameState[Alignment]
     train: Train
-    checkpoint: Free[CheckpointSettings]
-    sample_grid: Free[SampleGrid]
-    sampler: Free[Sampler]  # a record of an evaluation has its own settings of these four groups
-    sampling: Free[Sampling]
-    guidance: Free[Guidances]
-    evaluation: Free[EvaluationSettings]
+    checkpoint: ChangesNothing[CheckpointSettings]
+    sample_grid: ChangesNothing[SampleGrid]
+    sampler: ChangesNothing[Sampler]  # a record of an evaluation has its own settings of these four groups
+    sampling: ChangesNothing[Sampling]
+    guidance: ChangesNothing[Guidances]
+    evaluation: ChangesNothing[EvaluationSettings]
     machine: Machine
-    wandb: Free[Wandb]
+    wandb: ChangesNothing[Wandb]
 
     @model_validator(mode="after")
     def _import_choices(self) -> TrainConfig:

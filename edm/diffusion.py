@@ -63,7 +63,7 @@ class EDM:
             y: Labels, (B,) int64.
             random: Random number source for B samples, from which the loss draws sigma first and then the noise.
         """
-        sigma = (self.P_mean + self.P_std * random.noise_level("normal")).exp()  # (B,)
+        sigma = (self.P_mean + self.P_std * random.draw_for_noise_level("normal")).exp()  # (B,)
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])
         weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
         D_x = self.denoise(net, noisy, sigma, y, **net_kwargs)

@@ -37,7 +37,7 @@ STATISTICS_KEYS = {
     ("dinov2", "pool"): ("mu_dinov2", "sigma_dinov2", 1024),
 }
 
-DESCRIPTIONS = ("background.npy", "class_names.npy")  # arrays of an .npz that no feature depends on
+UNHASHED_ARRAYS = ("background.npy", "class_names.npy")  # arrays of an .npz that no feature depends on
 
 SAMPLE_NAME = re.compile(r"(seed_\d+)_class_(\d+)")  # of an image that sample.py wrote
 
@@ -274,13 +274,13 @@ class NpzImages:
                 yield images
 
     def quick_hash(self) -> str:
-        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except DESCRIPTIONS.
+        """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except UNHASHED_ARRAYS.
 
         A copy to which `prepare_latents.py reference` adds the colour, such as that of ADM's file, is the same reference.
         """
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-            return hash_bytes(repr([entry for entry in entries if entry[0] not in DESCRIPTIONS]).encode())
+            return hash_bytes(repr([entry for entry in entries if entry[0] not in UNHASHED_ARRAYS]).encode())
 
     hash = spot_check = quick_hash  # the checksums already cover the contents of the arrays
 

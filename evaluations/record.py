@@ -40,7 +40,7 @@ PATHS = ("images", "reference", "guidance.checkpoint")  # settings that hashes i
 
 log = logging.getLogger(__name__)
 
-ROOM = 1 << 20  # bytes that must be free before an evaluation: a record, the tables and the plot are smaller
+MIN_FREE_BYTES = 1 << 20  # bytes that must be free before an evaluation: a record, the tables and the plot are smaller
 LOCK_FOLDER = ".evaluating"  # folder with the file that a process locks while it writes results
 
 
@@ -157,7 +157,7 @@ class Results:
             raise UserError(f"{self.folder / unowned[0]} was not written by fid.py; choose another output=")
         try:  # only a result creates the folder
             with TemporaryFile(dir=next(path for path in (self.folder, *self.folder.parents) if path.exists())) as file:
-                file.write(bytes(ROOM))
+                file.write(bytes(MIN_FREE_BYTES))
         except OSError as e:
             raise UserError(f"cannot write to {self.folder}: {describe_write_error(self.folder, e)}") from e
 

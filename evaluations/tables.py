@@ -178,7 +178,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def guidance_fields(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that `sampling.recipe.guidance_settings` wrote."""
+    """Return the settings that `sampling.recipe.guidance_for_results` wrote."""
     return {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
 
 

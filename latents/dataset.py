@@ -21,8 +21,8 @@ from common.files import hash_file
 from common.images import to_uint8
 from latents.reader import FileReader
 from latents.shards import (
+    LATENT_TENSORS,
     MANIFEST,
-    STORED,
     UNFINISHED,
     ShardInfo,
     hash_of_shards,
@@ -88,7 +88,9 @@ class LatentDataset:
         self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
-        self._offsets = [[starts[name] for starts in offsets] for name in STORED[: 1 + self.has_flips]]  # indices: [flip][shard]
+        stored = LATENT_TENSORS[: 1 + self.has_flips]
+        self._offsets = [[starts[name] for starts in offsets] for name in stored]  # indices: [flip][shard]
+        # indices: [flip][shard]
         if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])

@@ -29,7 +29,7 @@ from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Ran
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardFolder` removes after all shards are written
-STORED = ("latents", "latents_flip")
+LATENT_TENSORS = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
 Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
@@ -95,7 +95,7 @@ def serialize_shard(path: Path, info: ShardInfo, provenance: dict | None = None,
     """
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     _check_tensors(path, info, tensors)
-    for name in {*STORED} & tensors.keys():
+    for name in {*LATENT_TENSORS} & tensors.keys():
         finite = tensors[name].flatten(1).isfinite().all(dim=1).tolist()
         if not all(finite):
             raise UserError(f"{path}: {name} of item {finite.index(False)} hold NaN or infinity in {tensors[name].dtype}")
@@ -160,7 +160,7 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
             raise UserError(f"{file} holds {contents}; a latent shard needs {expected}")
 
     require(
-        {"latents", "labels"} <= shard.keys() <= {*STORED, "labels", "images", "image_offsets", "image_hashes"},
+        {"latents", "labels"} <= shard.keys() <= {*LATENT_TENSORS, "labels", "images", "image_offsets", "image_hashes"},
         "latents and labels",
     )
     latents, labels = shard["latents"], shard["labels"]

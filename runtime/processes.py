@@ -112,7 +112,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
 
 
-class Seen(NamedTuple):
+class SeenFile(NamedTuple):
     """What this process sees at a path of the user. On all processes, it must be the same."""
 
     key: str  # the key that names the path
@@ -120,12 +120,12 @@ class Seen(NamedTuple):
     value: object
 
 
-def see_file(key: str, file: Path) -> Seen:
+def see_file(key: str, file: Path) -> SeenFile:
     """Return what this process sees of a small file, which shows whether all processes share its folder."""
-    return Seen(key, file.parent, hash_file(file) if file.is_file() else "missing")
+    return SeenFile(key, file.parent, hash_file(file) if file.is_file() else "missing")
 
 
-def check_same(look: Callable[[], Sequence[Seen]]) -> None:
+def check_same(look: Callable[[], Sequence[SeenFile]]) -> None:
     """Check that all processes see the same. A single process does not call `look`, which may read files.
 
     On all processes, `look` returns equally many values, in the same order.
@@ -153,7 +153,7 @@ def check_new_file(key: str, file: Path) -> None:
     The others wait until their file system shows it, up to `NEW_FILE_SEC`.
     """
 
-    def look() -> Seen:
+    def look() -> SeenFile:
         if file.parent.is_dir():
             os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
         return see_file(key, file)

@@ -26,7 +26,7 @@ from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
 from runtime.compilation import check_compile_mode
-from runtime.processes import Seen, see_file
+from runtime.processes import SeenFile, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.score import scoring_settings, settings_of_samples
@@ -79,19 +79,19 @@ class EvaluationPlan:
     machine: Machine
     batch_size: int
 
-    def seen(self, cfg: FidConfig) -> list[Seen]:
+    def seen(self, cfg: FidConfig) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
         key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
         files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
-        opened = [Seen(name, images.path, images.spot_check()) for name, images in sets.items()]
+        opened = [SeenFile(name, images.path, images.spot_check()) for name, images in sets.items()]
         return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *opened]
 
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
-    plan = plan_images_on_disk(cfg) if cfg.images else plan_checkpoints(cfg, device)
+    plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
     folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in plan.points))
     numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
     log.info("%d of %d evaluations to do, of %s samples, in %s", len(plan.missing), len(plan.points), numbers, folders)
@@ -120,7 +120,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     return EvaluationPlan(points, find_missing(points), reference, None, evaluation, machine, batch_size)
 
 
-def plan_images_on_disk(cfg: FidConfig) -> EvaluationPlan:
+def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
     """Plan the evaluation of images on disk, which is a single point."""
     images = open_images_to_evaluate(cfg)
     evaluation = cfg.evaluation_of_images(len(images), images.background)

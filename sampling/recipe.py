@@ -24,7 +24,7 @@ from configs.settings import fill
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
-from runtime.processes import Seen, see_file
+from runtime.processes import SeenFile, see_file
 from sampling.sampler import ImageSampler
 
 
@@ -91,8 +91,8 @@ class Recipe:
         """
         settings = {
             "weights": self.sampling.weights,
-            **guidance_settings(self.guidance),
-            **sampler_settings(self.sampler),
+            **guidance_for_results(self.guidance),
+            **sampler_for_results(self.sampler),
             "ema_length": self.average and self.average.length,
             "network_precision": self.sampling.precision,
             "labels": self.sampling.labels,
@@ -141,7 +141,7 @@ def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
     return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
 
 
-def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[Seen]:
+def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[SeenFile]:
     """Return what this process sees of the checkpoints of weak networks."""
     files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
     return [see_file("guidance.checkpoint", file) for file in files]
@@ -157,13 +157,13 @@ def route_noise_shape(run_config: schema.TrainConfig) -> tuple[int, int]:
     return len(run_config.model.routes), run_config.num_tokens
 
 
-def sampler_settings(sampler: schema.Sampler) -> dict[str, object]:
+def sampler_for_results(sampler: schema.Sampler) -> dict[str, object]:
     """Return num_steps and all sampler settings that differ from their default values."""
     default = vars(type(sampler)())
     return {key: x for key, x in vars(sampler).items() if key == "num_steps" or x != default[key]}
 
 
-def guidance_settings(settings: schema.GuidanceSettings) -> dict[str, object]:
+def guidance_for_results(settings: schema.GuidanceSettings) -> dict[str, object]:
     """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
     if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
         return {"cfg_scale": 1.0}

@@ -37,8 +37,8 @@ from configs.schema import ImageSettings, Labels, Machine, SampleConfig, differe
 from configs.settings import fill, nearest, read_stored
 from evaluations.images import write_npz
 from runtime.compilation import check_compile_mode
-from runtime.processes import Seen, see_file, wait_for_all
-from sampling.recipe import Recipe, sampler_settings, see_weak_checkpoints
+from runtime.processes import SeenFile, see_file, wait_for_all
+from sampling.recipe import Recipe, sampler_for_results, see_weak_checkpoints
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class SamplePlan:
     class_names: list[str] | None
     npz: bool
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         return [see_file("checkpoint", self.recipe.checkpoint.manifest_file), *see_weak_checkpoints([self.recipe])]
 
@@ -212,7 +212,7 @@ def default_output(checkpoint: Checkpoint, settings: ImageSettings, recipe: Reci
         with contextlib.suppress(UserError):  # other folders
             if folder.name.startswith(name) and read_settings(folder, recipe) == settings:
                 return folder
-    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_settings(recipe.sampler)}
+    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_for_results(recipe.sampler)}
     return parent / f"{name}{hash_bytes(json.dumps(changed).encode())[:6]}"
 
 

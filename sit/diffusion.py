@@ -66,9 +66,9 @@ class SiT:
         See `edm.EDM.loss` for the arguments. The loss draws t from `random` first and then the noise.
         """
         if self.timestep == "uniform":
-            t = random.noise_level("uniform")  # (B,)
+            t = random.draw_for_noise_level("uniform")  # (B,)
         else:
-            t = (self.logit_mean + self.logit_std * random.noise_level("normal")).sigmoid()
+            t = (self.logit_mean + self.logit_std * random.draw_for_noise_level("normal")).sigmoid()
         eps = random.randn(*x.shape[1:])
         v = self.velocity(net, x + t.reshape(-1, 1, 1, 1) * (eps - x), t, y, **net_kwargs)
         loss = (v - (eps - x)).square().mean(dim=(1, 2, 3))

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
-from checkpoints.opening import select_initial_checkpoint, select_resume_checkpoint
 from checkpoints.run import RunFolder
+from checkpoints.start_checkpoint import select_initial_checkpoint, select_resume_checkpoint
 from common.errors import UserError
 from common.files import append_line
 

@@ -9,7 +9,7 @@ from pydantic import create_model
 
 from checkpoints.checkpoint import Checkpoint
 from common.errors import UserError
-from common.roles import Free, Role, SameRun, roles_of
+from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
 from configs.schema import sampler_of_run
 from configs.settings import Settings, fill, flatten, read_stored
@@ -216,7 +216,7 @@ def test_every_key_has_a_role():
 
 def test_a_key_without_a_role_is_an_error():
     class Group(Settings):
-        stated: Free[int] = 1
+        stated: ChangesNothing[int] = 1
         forgotten: int = 2
 
     assert roles_of(create_model("C", __base__=Settings, group=(SameRun[Group], ...))(group=Group())).keys() == {

@@ -18,7 +18,7 @@ class ListedRandom:
     def __init__(self, *tensors):
         self.tensors = list(tensors)
 
-    def noise_level(self, distribution):
+    def draw_for_noise_level(self, distribution):
         return self.tensors.pop(0)
 
     def randn(self, *shape):

@@ -119,12 +119,12 @@ def test_only_the_named_draw_stores_the_quantiles_of_the_noise_levels(distributi
     random.randn(), random.rand(), random.rand()  # draws without a shape
     assert random.quantiles is None
     other.randn(), other.rand(), other.rand()
-    numbers = random.noise_level(distribution)
+    numbers = random.draw_for_noise_level(distribution)
     assert torch.equal(numbers, other.randn() if distribution == "normal" else other.rand())
     expected = norm.cdf(numbers) if distribution == "normal" else numbers
     assert random.quantiles.numpy() == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(RuntimeError, match="a second call of noise_level"):
-        random.noise_level(distribution)
+    with pytest.raises(RuntimeError, match="a second call of draw_for_noise_level"):
+        random.draw_for_noise_level(distribution)
 
 
 def test_classes_of_seeds_are_uniform_or_exactly_balanced():

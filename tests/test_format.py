@@ -18,8 +18,8 @@ import dit
 import prepare_latents
 from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint, read_config
-from checkpoints.opening import check_resume
 from checkpoints.run import RunFolder
+from checkpoints.start_checkpoint import check_resume
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.roles import SameRun

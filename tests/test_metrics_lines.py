@@ -7,7 +7,7 @@ from conftest import losses, metrics, run_train, weights
 from checkpoints.run import read_metrics
 from evaluations.record import read_records
 from training.hooks import LogMetrics
-from training.metrics import STEP_METRICS
+from training.step_metrics import STEP_METRICS
 
 
 def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipping(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from conftest import TINY, checked, losses, metrics, run_train, weights
 from definition import small
 
-from checkpoints import opening, store
+from checkpoints import start_checkpoint, store
 from checkpoints.checkpoint import read_checkpoint
 from common.errors import UserError
 from configs import schema
@@ -77,8 +77,8 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
     assert schema.differences_for("resume", stored, other) == [("train.optimizer", "adamw", "sgd")]
     with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
-        opening.check_initial(checkpoint, other)
-    opening.check_initial(checkpoint, stored)
+        start_checkpoint.check_initial(checkpoint, other)
+    start_checkpoint.check_initial(checkpoint, stored)
 
 
 def test_muon_trains_the_matrices_of_attention_and_mlp_with_updates_of_the_size_of_adamws(runs):

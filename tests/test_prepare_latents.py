@@ -29,8 +29,8 @@ from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.dataset import LatentDataset
-from latents.prepare.images import describe_classes, open_labelled_images
 from latents.prepare.inspect import SourceImages
+from latents.prepare.labelled_images import describe_classes, open_labelled_images
 from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
 from training import build

@@ -16,7 +16,7 @@ from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
-from sampling.recipe import sampler_settings
+from sampling.recipe import sampler_for_results
 
 DIT, TREAD = "table2_dit_b2", "table2_dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
@@ -45,7 +45,7 @@ def make_run(root, *overrides, name=None, fid=(), num_samples=50_000, speed=10.0
 def evaluate(folder, step, metrics, file=None, run=None, checkpoint=None, **settings):
     """Append the record of an evaluation of a run, without guidance unless `settings` say otherwise, and sampled as its row."""
     cfg = read_config(folder)
-    how = {"weights": "ema", **sampler_settings(cfg.sampler), "network_precision": cfg.sampling.precision}
+    how = {"weights": "ema", **sampler_for_results(cfg.sampler), "network_precision": cfg.sampling.precision}
     how |= {"num_samples": 50_000, "detector": "inception", "reference": "adm.npz", "reference_hash": "a" * 32}
     how |= {} if {"guidance", "cfg_scale"} & settings.keys() else {"cfg_scale": 1.0}
     record = {"run": run or folder.name, "step": step, "settings": how | settings, "metrics": metrics}

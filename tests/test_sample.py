@@ -23,7 +23,7 @@ from common.images import labelled_grid
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
-from sampling.recipe import guidance_settings
+from sampling.recipe import guidance_for_results
 from sampling.sample_command import class_numbers
 from sampling.sampler import ImageSampler
 from training import hooks
@@ -180,10 +180,10 @@ def test_sparse_guidance_with_one_network_and_constant_ratios_keeps_the_names_of
     own = {"level_lo": None, "level_hi": None, "w": 1.5, "r_strong": 0.0, "r_weak": 0.5}
     stored = settings.model_dump(exclude_defaults=True)  # a new key must not change the hash in a folder's name
     assert list(stored.items()) == list(own.items())[:2] + [("name", "sparse")] + list(own.items())[2:]
-    assert guidance_settings(settings) == {"guidance": "sparse", **{f"guidance.{key}": value for key, value in own.items()}}
+    assert guidance_for_results(settings) == {"guidance": "sparse", **{f"guidance.{key}": value for key, value in own.items()}}
     other = settings.model_copy(update={"r_weak_last": 0.75, "weights": "raw"})
     new = {"guidance.r_weak_last": 0.75, "guidance.weights": "raw"}
-    assert guidance_settings(other) == guidance_settings(settings) | new
+    assert guidance_for_results(other) == guidance_for_results(settings) | new
 
 
 def test_the_npz_has_adms_format(sample, tmp_path):

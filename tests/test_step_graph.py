@@ -267,7 +267,7 @@ def test_the_stand_in_refuses_what_cuda_does(inside):
 @pytest.mark.parametrize("part", [slice(0, 8), slice(0, 4), slice(4, 8)])
 def test_static_random_numbers_are_those_of_each_step(part):
     def draw(random):
-        return [random.noise_level("normal"), random.quantiles, random.randn(3, 2), random.rand(), random.randn()]
+        return [random.draw_for_noise_level("normal"), random.quantiles, random.randn(3, 2), random.rand(), random.randn()]
 
     sources = [StepRandom(5, step, "diffusion", 8, part, CPU) for step in (0, 0, 1, 1)]
     static = StaticRandom(sources[0])

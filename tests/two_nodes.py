@@ -17,7 +17,7 @@ from conftest import TINY, checked, forget_accelerate
 from common.errors import UserError
 from evaluations.images import NpzImages
 from latents import autoencoders
-from latents.prepare.images import LabelledImages
+from latents.prepare.labelled_images import LabelledImages
 from runtime import processes
 
 FID = [

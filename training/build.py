@@ -153,7 +153,7 @@ def warn_of_overlap(validation: LatentDataset, dataset: LatentDataset) -> None:
 
 
 @dataclass(frozen=True)
-class Samplers:
+class SamplingParts:
     """What samples from the EMA network during training, and what scores the samples."""
 
     grid: ImageSampler | None  # None without sample grids
@@ -161,7 +161,9 @@ class Samplers:
     evaluator: Evaluator | None  # None if `evaluation_samplers` is empty
 
 
-def prepare_sampling(cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator) -> Samplers:
+def prepare_sampling(
+    cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator
+) -> SamplingParts:
     """Compile the EMA network, load what the run samples and scores with, and compute the features of the reference."""
     device = accelerator.device
     decoder = autoencoders.build(cfg.sampling.autoencoder, device, cfg.data.in_channels) if plan.recipes else None
@@ -172,13 +174,13 @@ def prepare_sampling(cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: Ru
     if plan.evaluation_recipes:
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-    return Samplers(
+    return SamplingParts(
         grid, [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes], evaluator
     )
 
 
 def build_hooks(
-    cfg: schema.TrainConfig, plan: TrainPlan, samplers: Samplers, run: RunFolder, validation: LatentDataset | None
+    cfg: schema.TrainConfig, plan: TrainPlan, samplers: SamplingParts, run: RunFolder, validation: LatentDataset | None
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

@@ -23,7 +23,7 @@ from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
 from sampling.score import score_samples, settings_of_samples
-from training.metrics import STEP_METRICS
+from training.step_metrics import STEP_METRICS
 from training.tracking import track, track_grid
 from training.trainer import Hook, Trainer
 

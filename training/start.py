@@ -10,16 +10,16 @@ from torch import nn
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_class_names
-from checkpoints.opening import changes_on_resume, open_existing_run, open_new_run, select_initial_checkpoint
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
+from checkpoints.start_checkpoint import changes_on_resume, lock_run_and_find_checkpoint, open_new_run, select_initial_checkpoint
 from common.errors import UserError
 from common.files import append_line
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
 from runtime.compilation import resolve_compile
-from runtime.processes import Seen, see_file
+from runtime.processes import SeenFile, see_file
 from sampling.evaluator import open_reference
 from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.score import scoring_settings
@@ -55,15 +55,17 @@ class TrainPlan:
     def recipes(self) -> list[Recipe]:
         return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
 
-    def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[Seen]:
+    def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
         seen = [see_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
         seen += see_weak_checkpoints(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
-        seen += [Seen(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
+        seen += [SeenFile(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         reference = self.reference
-        return seen + ([Seen("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else [])
+        return seen + (
+            [SeenFile("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else []
+        )
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
@@ -73,7 +75,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     """
     tracking.check_login(cfg.wandb.mode)
     initial = select_initial_checkpoint(run, cfg)
-    newest = open_existing_run(run, cfg)
+    newest = lock_run_and_find_checkpoint(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
     settings, evaluated, reference, scoring = cfg.evaluation, [], None, {}
     if settings.every:

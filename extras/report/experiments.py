@@ -18,7 +18,7 @@ from configs.schema import TrainConfig
 from configs.settings import flatten
 from evaluations.record import DEFAULTS
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
-from sampling.recipe import sampler_settings
+from sampling.recipe import sampler_for_results
 
 # Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
@@ -68,7 +68,7 @@ class Experiment:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
         run, values = self.runs[0], dict(measure.other_settings)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
-        expected = dict.fromkeys(vars(row.sampler)) | sampler_settings(row.sampler)
+        expected = dict.fromkeys(vars(row.sampler)) | sampler_for_results(row.sampler)
         expected["network_precision"] = row.sampling.precision
         usual = {name: getattr(row.sampling, name) for name in ("labels", "rounding")}
         expected |= {name: None if value == DEFAULTS[name] else value for name, value in usual.items()}

@@ -14,7 +14,7 @@ from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
-from latents.prepare.images import count_classes
+from latents.prepare.labelled_images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
 from latents.shards import Kind, ShardInfo, pack_images
 from latents.tars import check_parts

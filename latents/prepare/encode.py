@@ -32,7 +32,7 @@ from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Ran
 from latents import autoencoders
 from latents.autoencoders import SD_VAE, Autoencoder
 from latents.batches import map_ahead
-from latents.prepare.images import (
+from latents.prepare.labelled_images import (
     ImageReader,
     LabelledImages,
     count_classes,
@@ -45,7 +45,7 @@ from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder, 
 from latents.shards import UNFINISHED, Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
 from latents.torch_files import read_channel_statistics
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import Seen, check_new_file, check_same, gather_lists, keep_on_main, on_main
+from runtime.processes import SeenFile, check_new_file, check_same, gather_lists, keep_on_main, on_main
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def encode(cfg: EncodeConfig) -> None:
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
-        source.choose(hashes, cfg.part, cfg.duplicates)
+        source.keep_part(hashes, cfg.part, cfg.duplicates)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     folder = keep_on_main(lambda: open_folder(source, vae, weights_hash, cfg))
     writer, missing, unreadable = on_main(lambda: plan_shards(folder, source, cfg))
@@ -175,10 +175,10 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     return vae
 
 
-def see_source(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[Seen]:
+def see_source(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[SeenFile]:
     """Return what this process sees of the images and of the autoencoder's weights."""
-    weights = Seen("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
-    return [Seen("images", Path(cfg.images), source.hash(0, 1)), weights]
+    weights = SeenFile("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
+    return [SeenFile("images", Path(cfg.images), source.hash(0, 1)), weights]
 
 
 def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:

@@ -23,7 +23,7 @@ from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.batches import map_ahead
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.dataset import LatentDataset, evenly_spaced_items
-from latents.prepare.images import ImageReader, ReadImage, hash_images, open_labelled_images
+from latents.prepare.labelled_images import ImageReader, ReadImage, hash_images, open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
 from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance, read_manifest
 from runtime.machine import start_accelerator
@@ -115,7 +115,7 @@ class SourceImages:
         part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
         if part != "all" or duplicates == "skip":
             numbers = range(len(self._source))
-            self._source.choose(hash_images(self._source, self._read, numbers, torch.get_num_threads()), part, duplicates)
+            self._source.keep_part(hash_images(self._source, self._read, numbers, torch.get_num_threads()), part, duplicates)
         left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
         self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
         self.names = self._source.names

@@ -16,7 +16,7 @@ from routing_module import num_kept_tokens
 log = logging.getLogger(__name__)
 
 
-def open_existing_run(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
+def lock_run_and_find_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
 
     Return None if the folder does not exist or contains no checkpoint. `open_new_run` then starts the run.
@@ -41,7 +41,7 @@ def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
     with other settings, or of one whose checkpoints are gone, are renamed.
 
-    Raises UserError if another process has trained the run since `open_existing_run` looked for it.
+    Raises UserError if another process has trained the run since `lock_run_and_find_checkpoint` looked for it.
     """
     run.open()
     if store.list_steps(run.checkpoints):
@@ -49,7 +49,7 @@ def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
     reason = "a run with other settings"
     with contextlib.suppress(UserError):  # the file is not a configuration
         if run.config.exists() and not schema.differences(read_config(run.path), cfg):
-            if (last := run.reached_checkpoint()) is None:
+            if (last := run.last_step_if_saved()) is None:
                 return
             reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
     if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):

@@ -149,7 +149,7 @@ class LabelledImages:
         """Keep only the images with the given numbers."""
         self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
 
-    def choose(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> None:
+    def keep_part(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> None:
         """Keep the images of a part, and with duplicates=skip only the first of equal images.
 
         The hash of an image decides on its part. So equal images belong to one part, and no image moves to the other part if
