@@ -90,7 +90,6 @@ class LatentDataset:
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         stored = LATENT_TENSORS[: 1 + self.has_flips]
         self._offsets = [[starts[name] for starts in offsets] for name in stored]  # indices: [flip][shard]
-        # indices: [flip][shard]
         if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
         self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
