@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +180,14 @@ class RouteEnd(nn.Module):
         return TokenRouter.end_route(x, x_before, ids_keep)
 
 
+class ActiveRoute(NamedTuple):
+    """A route that changes tokens in a forward pass."""
+
+    number: int  # index in `TokenRouter.routes`
+    ratio: float  # fraction of the tokens that skip the window in this pass
+    end: RouteEnd
+
+
 class DiT(nn.Module):
     """The DiT network. In training mode, routes carry some tokens past blocks. In evaluation mode, they carry none by default.
 
@@ -218,18 +227,21 @@ class DiT(nn.Module):
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"latents of size {input_size} cannot be cut into patches of {patch_size}: use another backbone")
-        self.class_dropout, self.input_size, self.patch_size = class_dropout, input_size, patch_size
+        self.class_dropout = class_dropout
+        self.input_size = input_size
+        self.patch_size = patch_size
         self.out_channels = in_channels * (2 if learn_sigma else 1)
 
         self.x_embedder = PatchEmbed(patch_size, in_channels, width)
         self.t_embedder = TimestepEmbedder(width)
         self.y_embedder = LabelEmbedder(num_classes, width)
-        self.num_tokens = (input_size // patch_size) ** 2
-        self.pos_embed = nn.Parameter(sincos_2d(input_size // patch_size, width)[None], requires_grad=False)
+        grid_size = input_size // patch_size
+        self.num_tokens = grid_size**2
+        self.pos_embed = nn.Parameter(sincos_2d(grid_size, width)[None], requires_grad=False)
         self.blocks = nn.ModuleList(self.block_class(width, num_heads) for _ in range(depth))
         self.final_layer = FinalLayer(width, patch_size, self.out_channels)
 
-        self.selection_rule = build_rule(selection, grid=(input_size // patch_size, input_size // patch_size))
+        self.selection_rule = build_rule(selection, grid=(grid_size, grid_size))
         self.router = TokenRouter(routes, depth)
         # Route ends are named after the blocks in the window, so that weights cannot load into a route past other blocks.
         names = [f"{r.start_layer_idx}_{r.end_layer_idx}" for r in self.router.routes]
@@ -290,9 +302,10 @@ class DiT(nn.Module):
         for name, value in (("t", t), ("y", y), ("drop_labels", drop_labels)):
             if value is not None and value.shape != x.shape[:1]:  # a scalar would broadcast silently
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {len(x)} latents need {(len(x),)}")
-        shape = (len(x), *self.route_noise_shape)
-        if route_noise is not None and route_noise.shape != shape:
-            raise ValueError(f"route_noise has shape {tuple(route_noise.shape)}; these latents, routes and tokens need {shape}")
+        noise_shape = (len(x), *self.route_noise_shape)
+        if route_noise is not None and route_noise.shape != noise_shape:
+            needed = f"these latents, routes and tokens need {noise_shape}"
+            raise ValueError(f"route_noise has shape {tuple(route_noise.shape)}; {needed}")
         if self.training and drop_labels is None and self.class_dropout > 0:
             drop_labels = uniform_noise(len(y), device=y.device, generator=generator) < self.class_dropout
 
@@ -301,29 +314,31 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
         ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
-        starts, ends = {}, {}  # each active route's number by its first block, and its route end by its last block
+        starting: dict[int, ActiveRoute] = {}  # by the first block of the window
+        ending: dict[int, ActiveRoute] = {}  # by its last block
         for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values())):
-            if ratio > 0 or end.is_called_at_ratio_0:  # an inactive route changes no tokens in this pass
-                starts[route.start_layer_idx], ends[route.end_layer_idx] = number, end
+            if ratio > 0 or end.is_called_at_ratio_0:
+                starting[route.start_layer_idx] = ending[route.end_layer_idx] = ActiveRoute(number, ratio, end)
 
         ids_keep, kept_tables = None, tables  # outside windows, the blocks run on all tokens
         for i, block in enumerate(self.blocks):
-            if i in starts:
-                x_before, ratio = h, ratios[starts[i]]  # (B, N, D)
+            if i in starting:
+                number, ratio, _ = starting[i]
+                x_before = h  # (B, N, D)
                 if ratio > 0 or self.training:  # in training, every parameter of the route end needs a gradient
-                    noise = None if route_noise is None else route_noise[:, starts[i]]
+                    noise = None if route_noise is None else route_noise[:, number]
                     ids_keep = self.router.choose_ids_keep(h, ratio, noise=noise, generator=generator, rule=self.selection_rule)
                     h = self.router.start_route(h, ids_keep)  # (B, K, D)
                     kept_tables = [self.router.start_route(table.expand(len(x), *table.shape[1:]), ids_keep) for table in tables]
             if h.shape[1] > 0:  # at ratio 1, no tokens are kept
-                h = self._run_layer(block, i - 1 in ends, h, c, *kept_tables)
+                h = self._run_layer(block, i - 1 in ending, h, c, *kept_tables)
             if on_block is not None:
                 on_block(i + 1, h, ids_keep)
-            if i in ends:
-                h = ends[i](h, x_before, ids_keep, route_inputs)  # (B, N, D)
+            if i in ending:
+                h = ending[i].end(h, x_before, ids_keep, route_inputs)  # (B, N, D)
                 ids_keep, kept_tables = None, tables
 
-        out = self._run_layer(self.final_layer, len(self.blocks) - 1 in ends, h, c)  # (B, N, p*p*C)
+        out = self._run_layer(self.final_layer, len(self.blocks) - 1 in ending, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
