@@ -59,10 +59,11 @@ def convert(cfg: ConvertConfig) -> None:
     shard_size, dtype = cfg.shard_size, cfg.dtype
     folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
     for shard in progress_bar(folder.missing(), unit="shards"):
-        tensors = {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
+        tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
+        tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_jpeg is not None:
             tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
-        folder.writer.write(shard, torch.from_numpy(source.labels[shard.start : shard.stop]), tensors)
+        folder.writer.write(shard, tensors)
     folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 

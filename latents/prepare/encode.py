@@ -10,7 +10,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -203,7 +203,7 @@ def plan_shards(
     for shard, names in folder.left_out.items():
         batch = _read_batch(source, cfg, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
         unreadable += batch.left_out if cfg.on_error == "stop" else []
-        readable |= {shard: source.names[batch.kept[0]]} if batch.kept else {}
+        readable |= {shard: source.names[batch.items[0].index]} if batch.items else {}
     if not unreadable:  # a command that ends with an error makes no shard again
         folder.make_again(readable)
     missing, num_classes = folder.missing(), folder.writer.info.num_classes
@@ -227,31 +227,77 @@ def image_reader(cfg: EncodeConfig) -> ImageReader:
     return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
 
 
+class _Item(NamedTuple):
+    """A readable image, without its pixels."""
+
+    index: int  # index of the image in the source
+    label: int
+    image_hash: int
+    notes: list[str]  # see `ReadImage`
+    jpeg: bytes | None  # the cropped image as a JPEG file (None unless keep_images=jpeg)
+
+
 class _Batch(NamedTuple):
     """A batch of consecutive images in one shard."""
 
-    images: Tensor  # the readable images, uint8 [b, H, W, 3]
-    kept: list[int]  # indices of the readable images
+    items: list[_Item]  # the readable images
+    pixels: Tensor  # cropped pixels of `items`, uint8 [b, H, W, 3]
     left_out: list[dict]  # {"name", "problem"} for each unreadable image
-    hashes: list[int]  # hashes of the readable images
-    jpegs: list[bytes]  # `images` as JPEG files (empty unless keep_images=jpeg)
-    notes: Counter[str]  # number of images for each note of `ReadImage`
 
 
-def _read_batch(source: LabelledImages, cfg: EncodeConfig, numbers: Sequence[int], pin_memory: bool = False) -> _Batch:
-    images, kept, left_out, read = [], [], [], image_reader(cfg)
-    for number in numbers:
-        name = source.names[number]
+def _read_batch(source: LabelledImages, cfg: EncodeConfig, indices: Sequence[int], pin_memory: bool = False) -> _Batch:
+    read_image = image_reader(cfg)
+    items: list[_Item] = []
+    pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)
+    left_out: list[dict] = []
+    for index in indices:
+        name = source.names[index]
         try:
             with as_user_error(name):
-                images.append(read(source, number))
-            kept.append(number)
+                image = read_image(source, index)
         except UserError as e:
             left_out.append({"name": name, "problem": str(e)})
-    jpegs = [to_jpeg(image.pixels) for image in images] if cfg.keep_images == "jpeg" else []
-    pixels = torch.from_numpy(np.array([i.pixels for i in images], np.uint8).reshape(-1, cfg.resolution, cfg.resolution, 3))
-    hashes, notes = [image.image_hash for image in images], Counter(note for image in images for note in image.notes)
-    return _Batch(pixels.pin_memory() if pin_memory else pixels, kept, left_out, hashes, jpegs, notes)
+            continue
+        pixels[len(items)] = image.pixels
+        jpeg = to_jpeg(image.pixels) if cfg.keep_images == "jpeg" else None
+        items.append(_Item(index, int(source.labels[index]), image.image_hash, image.notes, jpeg))
+    readable = torch.from_numpy(pixels[: len(items)])
+    return _Batch(items, readable.pin_memory() if pin_memory else readable, left_out)
+
+
+class _ShardContent:
+    """What a shard will contain, collected from batch to batch.
+
+    Args:
+        no_latents: Empty latents, so that a shard can be written even if all its images are unreadable.
+        keep_images: Whether to store the images as JPEG files.
+
+    Attributes:
+        left_out: {"name", "problem"} for each unreadable image.
+    """
+
+    def __init__(self, no_latents: dict[str, Tensor], keep_images: bool):
+        self.left_out: list[dict] = []
+        self._items: list[_Item] = []
+        self._latents = [no_latents]  # one entry per batch, after this one
+        self._keep_images = keep_images
+
+    def add(self, items: list[_Item], latents: dict[str, Tensor]) -> None:
+        """Add a batch of images with their latents [b, C or 2C, h, w], which the device may still be computing."""
+        self._latents[-1] = {name: tensor.cpu() for name, tensor in self._latents[-1].items()}  # runs while the device encodes
+        self._latents.append(latents)
+        self._items += items
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors for `ShardWriter.write`, on the CPU."""
+        tensors = {"labels": torch.tensor([item.label for item in self._items], dtype=torch.int64)}
+        tensors |= {name: torch.cat([part[name].cpu() for part in self._latents]) for name in self._latents[0]}
+        tensors["image_hashes"] = torch.tensor([item.image_hash for item in self._items], dtype=torch.int64)
+        return tensors | (pack_images([item.jpeg for item in self._items]) if self._keep_images else {})
+
+    def notes(self) -> Counter[str]:
+        """Return the number of images for each note of `ReadImage`."""
+        return Counter(note for item in self._items for note in item.notes)
 
 
 def encode_images(
@@ -268,50 +314,45 @@ def encode_images(
     `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written. If on_error=skip, the
     shards leave such images out, and the function returns [].
     """
-    rank, num_processes, batch_size = accelerator.process_index, accelerator.num_processes, cfg.batch_size
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    batch_size = cfg.batch_size
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
     batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
-        written = pool.submit(int)  # placeholder for the first iteration, which has no previous shard
+        previous: Future[None] | None = None  # the write of the previous shard
         for shard in shards:
             num_batches = len(range(shard.start, shard.stop, batch_size))
-            tensors, kept, left_out, notes = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
-            if left_out and cfg.on_error == "stop":
-                unreadable += left_out
+            content = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
+            if content.left_out and cfg.on_error == "stop":
+                unreadable += content.left_out
                 continue
-            written.result()  # wait for the previous shard, so that at most one shard is queued
-            written = pool.submit(writer.write, shard, torch.from_numpy(source.labels[kept]), tensors, left_out, notes)
-        written.result()
+            tensors = content.tensors()
+            if previous is not None:
+                previous.result()  # at most one shard is queued
+            previous = pool.submit(writer.write, shard, tensors, content.left_out, content.notes())
+        if previous is not None:
+            previous.result()  # raises the error of the last write
     return unreadable
 
 
 def _encode_shard(
     batches: Iterable[_Batch], vae: Autoencoder, cfg: EncodeConfig, device: torch.device, bar: tqdm
-) -> tuple[dict[str, Tensor], list[int], list[dict], Counter[str]]:
-    """Encode the batches of a shard. Return the tensors to write, and `kept`, `left_out` and `notes` of all batches.
-
-    With on_error=stop, encode nothing after the first unreadable image.
-    """
-    kept, left_out, hashes, jpegs, notes, latents = [], [], [], [], Counter(), [_no_latents(vae, cfg)]
+) -> _ShardContent:
+    """Encode the batches of a shard. With on_error=stop, add nothing after the first unreadable image."""
+    content = _ShardContent(_no_latents(vae, cfg), cfg.keep_images == "jpeg")
     for batch in batches:
-        kept, left_out, hashes = kept + batch.kept, left_out + batch.left_out, hashes + batch.hashes
-        jpegs, notes = jpegs + batch.jpegs, notes + batch.notes
-        if batch.kept and not (left_out and cfg.on_error == "stop"):
-            encoded = _encode(batch, vae, cfg, device)
-            latents[-1] = {name: tensor.cpu() for name, tensor in latents[-1].items()}  # runs while the device encodes
-            latents.append(encoded)
-        bar.update(len(batch.kept) + len(batch.left_out))
-    tensors = {name: torch.cat([part[name].cpu() for part in latents]) for name in latents[0]}
-    tensors["image_hashes"] = torch.tensor(hashes, dtype=torch.int64)
-    tensors |= pack_images(jpegs) if cfg.keep_images == "jpeg" else {}
-    return tensors, kept, left_out, notes
+        content.left_out += batch.left_out
+        if batch.items and not (content.left_out and cfg.on_error == "stop"):
+            content.add(batch.items, _encode(batch, vae, cfg, device))
+        bar.update(len(batch.items) + len(batch.left_out))
+    return content
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
-    """Return empty latents [0, C or 2C, h, w], so that a shard can be written even if all its images are unreadable."""
+    """Return empty latents [0, C or 2C, h, w]."""
     channels = (1 if cfg.grey else vae.channels) * (1 + (cfg.kind == "moments"))
     size = cfg.resolution // vae.downsampling
     return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + cfg.flips]}
@@ -319,12 +360,12 @@ def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
 
 def _encode(batch: _Batch, vae: Autoencoder, cfg: EncodeConfig, device: torch.device) -> dict[str, Tensor]:
     """Encode a batch into latents [b, C or 2C, h, w] on the device. If flips=true, also encode the mirrored images."""
-    pixels = from_uint8(batch.images.to(device, non_blocking=True))[:, : 1 if cfg.grey else 3]
+    pixels = from_uint8(batch.pixels.to(device, non_blocking=True))[:, : 1 if cfg.grey else 3]
     latents = {}
     for flip, name in enumerate(("latents", "latents_flip")[: 1 + cfg.flips]):
         moments = vae.encode_moments(pixels.flip(-1) if flip else pixels)
         if cfg.kind == "sample":
-            random = SeedRandom([(cfg.seed, number, flip) for number in batch.kept], device)
+            random = SeedRandom([(cfg.seed, item.index, flip) for item in batch.items], device)
             moments = draw_latents(moments, "moments", random)
         latents[name] = moments
     return latents

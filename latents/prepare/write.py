@@ -65,7 +65,6 @@ class ShardWriter:
     def write(
         self,
         shard: PlannedShard,
-        labels: Tensor,
         tensors: dict[str, Tensor],
         left_out: Sequence[dict] = (),
         notes: Mapping[str, int] | None = None,
@@ -73,9 +72,8 @@ class ShardWriter:
         """Write a shard.
 
         Args:
-            labels: Class labels [b] in int64.
-            tensors: `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], optional images from `pack_images`, and
-                optional `image_hashes`, int64 [b]. By default, the latents are hashed instead.
+            tensors: `labels`, int64 [b], `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], optional images from
+                `pack_images`, and optional `image_hashes`, int64 [b]. By default, the latents are hashed instead.
             left_out: {"name", "problem"} for each unreadable item.
             notes: Number of items for each note of `common.images.read_rgb`.
         """
@@ -89,7 +87,7 @@ class ShardWriter:
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], self.info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})
-        write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, labels=labels, **stored))
+        write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, **stored))
 
 
 class ShardFolder:
