@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,8 +152,14 @@ def find_problems(
     latents, names = _read_all(dataset), originals.names if originals else None
     problems += _check_finite(latents)
     if latents.sums.any():
-        what = "latents" if dataset.image_hashes is None else "images"
-        problems += _check_repeats(dataset, latents.hashes, latents.are_constant, what, names)
+        noun = "latents" if dataset.image_hashes is None else "images"
+        in_class, in_other_class = _find_repeats(latents.hashes, dataset.labels.tolist())
+        findings = {
+            "are constant": [_Finding(item) for item in latents.constant],
+            f"repeat {noun} of the class": in_class,
+            f"equal {noun} of another class": in_other_class,
+        }
+        problems += _check_repeats(dataset, findings, noun, names)
         problems += _check_standard_deviation(dataset, latents.sums, sigma_data)
     return problems + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
 
@@ -217,11 +224,13 @@ class _Latents(NamedTuple):
     sums: np.ndarray  # result of `channel_sums`, over the finite latents
     not_finite: list[int]  # items with NaN or infinity
     hashes: np.ndarray  # hash of each item's image, or of its latent if those of images are unknown
-    are_constant: list[bool]  # whether each item is an image of a single colour; latents of an autoencoder do not show it
+    constant: list[int]  # items whose image has a single colour, which latents of an autoencoder do not show
 
 
 def _read_all(dataset: LatentDataset) -> _Latents:
-    info, sums, not_finite, hashes, are_constant = dataset.info, np.zeros((3, dataset.channels)), [], [], []
+    info = dataset.info
+    sums = np.zeros((3, dataset.channels))
+    not_finite, hashes, constant = [], [], []
     for start in progress_bar(range(0, len(dataset), CHUNK), unit=f"x {CHUNK} latents", desc="reading"):
         latents, *flipped = _fetch(dataset, np.arange(start, min(start + CHUNK, len(dataset))))
         finite = torch.cat([latents, *flipped], dim=1).flatten(1).isfinite().all(dim=1)
@@ -230,8 +239,9 @@ def _read_all(dataset: LatentDataset) -> _Latents:
         means = mean_and_log_variance(latents.float(), info.kind)[0]
         if dataset.image_hashes is None:
             hashes.append(hash_latents(means, "sample").numpy())
-        are_constant += (_are_constant(means) & (info.autoencoder == "identity")).tolist()
-    return _Latents(sums, not_finite, np.concatenate(hashes) if hashes else dataset.image_hashes, are_constant)
+        if info.autoencoder == "identity":
+            constant += (start + _are_constant(means).nonzero()[:, 0]).tolist()
+    return _Latents(sums, not_finite, np.concatenate(hashes) if hashes else dataset.image_hashes, constant)
 
 
 def _check_finite(latents: _Latents) -> Iterator[str]:
@@ -244,57 +254,70 @@ def _are_constant(images: Tensor) -> Tensor:
     return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-def _find_copies(hashes: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each item an equal earlier item of its class, and an equal item of another class, int64 [N] each, or -1."""
-    repeat_of, shared_with = np.full((2, len(labels)), -1)
-    groups = np.unique(hashes, return_inverse=True)[1]
-    # The first item of each pair (group of equal items, class), sorted by group and then by class.
-    _, first, pair = np.unique(groups * (labels.max() + 1) + labels, return_index=True, return_inverse=True)
-    is_repeat = first[pair] != np.arange(len(labels))
-    repeat_of[is_repeat] = first[pair][is_repeat]
-    start = np.unique(groups[first], return_index=True)[1]
-    # First items of the lowest and the highest class in each item's group.
-    lowest, highest = first[start][groups], first[np.append(start[1:], len(first)) - 1][groups]
-    is_shared = labels[lowest] != labels[highest]
-    shared_with[is_shared] = np.where(labels == labels[lowest], highest, lowest)[is_shared]
-    return repeat_of, shared_with
+class _Finding(NamedTuple):
+    """An item that is constant, or that equals another item."""
+
+    item: int
+    equals: int | None = None  # the other item
+
+
+def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_Finding], list[_Finding]]:
+    """Return the items that equal an earlier item of their class, and the items that equal an item of another class."""
+    _, group, count = np.unique(hashes, return_inverse=True, return_counts=True)
+    items_of: dict[int, list[int]] = defaultdict(list)  # the items of each hash that occurs several times
+    for item in np.flatnonzero(count[group] > 1).tolist():
+        items_of[int(hashes[item])].append(item)
+    in_class, in_other_class = [], []
+    for items in items_of.values():
+        first: dict[int, int] = {}  # the first item of each class
+        for item in items:
+            first.setdefault(labels[item], item)
+        lowest, highest = min(first), max(first)
+        for item in items:
+            label = labels[item]
+            if item != first[label]:
+                in_class.append(_Finding(item, first[label]))
+            if lowest != highest:
+                in_other_class.append(_Finding(item, first[highest if label == lowest else lowest]))
+    return in_class, in_other_class
 
 
 def _check_repeats(
-    dataset: LatentDataset, hashes: np.ndarray, are_constant: list[bool], what: str, names: Sequence[str] | None
+    dataset: LatentDataset, findings: Mapping[str, Sequence[_Finding]], noun: str, names: Sequence[str] | None
 ) -> Iterator[str]:
-    """Count constant and repeated items in each class. If they are at most FEW of a class, only log a warning.
+    """Describe the classes with constant or repeated items. If they are at most FEW of a class, only log a warning.
 
-    `names` are the paths of the items' images, if they are known.
+    Args:
+        findings: The affected items for each kind of finding, such as `are constant`.
+        noun: `images` or `latents`, whichever were compared.
+        names: Paths of the items' images, if they are known.
     """
-    labels, counts = dataset.labels, np.bincount(dataset.labels)
-    repeat_of, shared_with = _find_copies(hashes, labels)
-    equal_to = {  # for each kind, the item that an item equals (a constant item equals itself), or -1
-        "are constant": np.where(are_constant, np.arange(len(labels)), -1),
-        f"repeat {what} of the class": repeat_of,
-        f"equal {what} of another class": shared_with,
-    }
-    numbers = {kind: np.bincount(labels[others >= 0], minlength=len(counts)) for kind, others in equal_to.items()}
-    largest_share = np.max(np.stack(list(numbers.values())), axis=0) / np.maximum(counts, 1)
+    labels, num_items = dataset.labels.tolist(), np.bincount(dataset.labels)
+    found_in: dict[int, dict[str, list[_Finding]]] = defaultdict(dict)  # the findings of each class by kind
+    for kind, found in findings.items():
+        for finding in sorted(found, key=lambda finding: finding.item):
+            found_in[labels[finding.item]].setdefault(kind, []).append(finding)
 
-    def name(item: int) -> str:
+    def share(label: int) -> float:
+        return max(map(len, found_in[label].values())) / num_items[label]
+
+    def describe_item(item: int) -> str:
         return f"{item} {names[item]}" if names else f"{item}"
 
     def describe_class(label: int) -> str:
         parts = []
-        for kind in [kind for kind in equal_to if numbers[kind][label]]:
-            item = np.flatnonzero((labels == label) & (equal_to[kind] >= 0))[0]
-            other = equal_to[kind][item]
-            example = f"item {name(item)}" + (f" equals {name(other)}" if other != item else "")
-            parts.append(f"{numbers[kind][label]} {kind} ({example})")
-        return f"class {class_caption(label, dataset.class_names)}: of {counts[label]} {what}, {', '.join(parts)}"
+        for kind, found in found_in[label].items():
+            item, other = found[0]
+            example = f"item {describe_item(item)}" + (f" equals {describe_item(other)}" if other is not None else "")
+            parts.append(f"{len(found)} {kind} ({example})")
+        return f"class {class_caption(label, dataset.class_names)}: of {num_items[label]} {noun}, {', '.join(parts)}"
 
     def describe(classes: Sequence[int]) -> list[str]:
         return [*map(describe_class, classes[:5])] + (["and more classes"] if len(classes) > 5 else [])
 
-    affected = np.argsort(-largest_share, kind="stable")[: np.count_nonzero(largest_share)][:100]
-    yield from describe([label for label in affected if largest_share[label] > FEW])
-    if few := describe([label for label in affected if largest_share[label] <= FEW]):
+    affected = sorted(found_in, key=lambda label: (-share(label), label))[:100]
+    yield from describe([label for label in affected if share(label) > FEW])
+    if few := describe([label for label in affected if share(label) <= FEW]):
         log.warning("%s", "; ".join(few))
 
 
@@ -322,7 +345,8 @@ def _check_originals(
     dataset: LatentDataset, originals: SourceImages, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
     """Compare every latent with its image, by the stored hash and by `_are_different`."""
-    info, different, are_constant = dataset.info, [], []
+    info = dataset.info
+    different, constant = [], []
     # `convert` hashes latents.
     has_hashes = dataset.image_hashes is not None and dataset.encode_settings.get("command") == "encode"
     size = max(1, MAX_DECODED_PIXELS // info.resolution**2)
@@ -336,10 +360,8 @@ def _check_originals(
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
         if info.autoencoder != "identity":  # `_read_all` finds constant pixels
-            are_constant += _are_constant(from_uint8(pixels)).tolist()
-    if are_constant:
-        nothing_equal = np.arange(len(dataset))
-        yield from _check_repeats(dataset, nothing_equal, are_constant, "images", originals.names)
+            constant += [_Finding(item) for item in items[_are_constant(from_uint8(pixels)).numpy()].tolist()]
+    yield from _check_repeats(dataset, {"are constant": constant}, "images", originals.names)
     log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
     if different:
         names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
