@@ -31,9 +31,9 @@ class FileReader:
     def __reduce__(self) -> tuple:
         return FileReader, (self.files,)  # another process opens the files itself
 
-    def read_into(self, part: np.ndarray, number: int, offset: int) -> None:
-        """Read file `number` at byte `offset` into `part`, uint8 [n]."""
-        path = self.files[number]
+    def read_into(self, part: np.ndarray, file_idx: int, offset: int) -> None:
+        """Read file `file_idx` at byte `offset` into `part`, uint8 [n]."""
+        path = self.files[file_idx]
         try:
             file = self._open(path)
             num_read = count = os.preadv(file.fileno(), (part,), offset)

@@ -171,7 +171,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
         return ShardFolder(tmp_path, INFO, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
 
     first, opened = open_folder(), []
-    for shard in first.missing():
+    for shard in first.missing_shards():
         first.writer.write(shard, {"labels": torch.tensor([0, 1]), "latents": torch.randn(2, 1, 4, 4)})
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
@@ -187,7 +187,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
     monkeypatch.setattr(Path, "unlink", open_another_at_once)
     first.finish()
     [second] = opened
-    assert second.missing() == []
+    assert second.missing_shards() == []
     with pytest.raises(UserError, match="another process is writing to "):
         open_folder()
     second.finish()
@@ -560,7 +560,7 @@ def test_images_are_read_from_tars(tmp_path, vae):
     with tarfile.open(folder / "1.tar") as tar:
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
     assert np.array_equal(np.asarray(read_rgb(found.open(4))[0]), expected)
-    found.keep([4])
+    found = found.select([4])
     assert np.array_equal(np.asarray(read_rgb(found.open(0))[0]), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
     # As in folders of images, links are followed and hidden folders are not, such as that of a download from the hub.

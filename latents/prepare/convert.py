@@ -58,7 +58,7 @@ def convert(cfg: ConvertConfig) -> None:
     source_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
     folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
-    for shard in progress_bar(folder.missing(), unit="shards"):
+    for shard in progress_bar(folder.missing_shards(), unit="shards"):
         tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_jpeg is not None:
@@ -75,7 +75,7 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
     if cfg.autoencoder in (None, *SD_SPECS):
         _check_channels_of_sd_vae(source.path, kind, channels)
     autoencoder = cfg.autoencoder or (SD_VAE if channels == (8 if kind == "moments" else 4) else None)
-    scale_factor, factor, *statistics = known_scaling(autoencoder or "none") or (None, None, None, None)
+    scale_factor, downsampling, *statistics = known_scaling(autoencoder or "none") or (None, None, None, None)
     if cfg.normalize is not None or source.channel_statistics:  # these replace the autoencoder's own statistics
         found = source.channel_statistics if cfg.normalize is None else None
         statistics = [[value / scale for value in values] for values in found] if found else [None, None]
@@ -84,7 +84,7 @@ def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo,
         "kind": kind,
         "autoencoder": autoencoder,
         "scale_factor": cfg.scale_factor or scale_factor,
-        "resolution": cfg.resolution or (factor and factor * height),
+        "resolution": cfg.resolution or (downsampling and downsampling * height),
         "num_classes": count_classes(source.labels, cfg.num_classes),
     }
     if missing := [f"{key}=" for key, value in {**header, "scale": scale}.items() if value is None]:

@@ -111,11 +111,11 @@ def encode(cfg: EncodeConfig) -> None:
     source = on_main(lambda: list_and_check_images(cfg))
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
-    check_same(functools.partial(see_source, source, weights_hash, cfg))
+    check_same(functools.partial(list_seen_files, source, weights_hash, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
         share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
         hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
-        source.keep_part(hashes, cfg.part, cfg.duplicates)
+        source = source.select_part(hashes, cfg.part, cfg.duplicates)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     folder = keep_on_main(lambda: open_folder(source, vae, weights_hash, cfg))
     writer, missing, unreadable = on_main(lambda: plan_shards(folder, source, cfg))
@@ -134,8 +134,9 @@ def check_settings(cfg: EncodeConfig) -> None:
         raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
     if cfg.grey and cfg.autoencoder != "identity":
         raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
-    if len(ways := [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]) > 1:
-        raise UserError(f"{'= and '.join(ways)}= all scale the latents; give one of them")
+    scaling_keys = [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]
+    if len(scaling_keys) > 1:
+        raise UserError(f"{'= and '.join(scaling_keys)}= all scale the latents; give one of them")
     if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
         raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
 
@@ -152,16 +153,18 @@ def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
 def find_unreadable(source: LabelledImages, cfg: EncodeConfig) -> list[str]:
     """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
 
-    def problem(number: int) -> str | None:
+    read_image = image_reader(cfg)
+
+    def error_of(index: int) -> str | None:
         try:
-            with as_user_error(source.names[number]):
-                image_reader(cfg)(source, number)
+            with as_user_error(source.names[index]):
+                read_image(source, index)
         except UserError as e:
             return str(e)
 
-    numbers = range(min(len(source), NUM_CHECKED))
-    checked = progress_bar(map_ahead(problem, numbers, cfg.num_workers), total=len(numbers), unit="images", desc="checking")
-    return [message for message in checked if message is not None]
+    num_images = min(len(source), NUM_CHECKED)
+    errors = map_ahead(error_of, range(num_images), cfg.num_workers)
+    return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
 
 
 def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
@@ -175,7 +178,7 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     return vae
 
 
-def see_source(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[SeenFile]:
+def list_seen_files(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[SeenFile]:
     """Return what this process sees of the images and of the autoencoder's weights."""
     weights = SeenFile("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
     return [SeenFile("images", Path(cfg.images), source.hash(0, 1)), weights]
@@ -205,8 +208,8 @@ def plan_shards(
         unreadable += batch.left_out if cfg.on_error == "stop" else []
         readable |= {shard: source.names[batch.items[0].index]} if batch.items else {}
     if not unreadable:  # a command that ends with an error makes no shard again
-        folder.make_again(readable)
-    missing, num_classes = folder.missing(), folder.writer.info.num_classes
+        folder.rename_incomplete(readable)
+    missing, num_classes = folder.missing_shards(), folder.writer.info.num_classes
     log.info("%d images in %d classes; %d of %d shards to make", len(source), num_classes, len(missing), len(folder.shards))
     return folder.writer, missing, unreadable
 

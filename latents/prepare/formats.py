@@ -28,7 +28,7 @@ from latents.torch_files import read_channel_statistics
 class LatentSource:
     """Base class for latents of another project. `open_latents` selects the subclass.
 
-    Subclasses implement `_open()`, which sets `labels` and `items`, and `_load(number)`, which returns an item's array and, if
+    Subclasses implement `_open()`, which sets `labels` and `items`, and `_load(index)`, which returns an item's array and, if
     `has_flips` is True, the array of the mirrored image. `_open` and `_load` may raise any exception.
     """
 
@@ -54,12 +54,12 @@ class LatentSource:
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Read items start .. stop - 1 without rescaling: float32 `latents` [b, *shape] and, if has_flips, `latents_flip`."""
         latents = np.empty((1 + self.has_flips, stop - start, *self.shape), dtype=np.float32)
-        for number in range(start, stop):
-            with as_user_error(name := f"{self.path}: item {number} ({self.items[number]})"):
-                arrays = [np.asarray(array, dtype=np.float32) for array in self._load(number)]
+        for index in range(start, stop):
+            with as_user_error(name := f"{self.path}: item {index} ({self.items[index]})"):
+                arrays = [np.asarray(array, dtype=np.float32) for array in self._load(index)]
             if any(array.shape != self.shape or not np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} is {list(arrays[0].shape)} or not finite; need finite numbers {list(self.shape)}")
-            latents[:, number - start] = arrays
+            latents[:, index - start] = arrays
         return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
 
     def open_jpegs(self, resolution: int) -> Callable[[int], bytes]:
@@ -93,8 +93,8 @@ class MaskDiTLMDB(LatentSource):
         self.items = range(int(self.transaction.get(b"length")))
         self.labels = np.array([int(self.transaction.get(f"y-{i}".encode())) for i in self.items], dtype=np.int64)
 
-    def _load(self, number: int) -> list[np.ndarray]:
-        value = self.transaction.get(f"z-{number}".encode())
+    def _load(self, index: int) -> list[np.ndarray]:
+        value = self.transaction.get(f"z-{index}".encode())
         return [np.frombuffer(value, dtype="<f4").reshape(8, size := math.isqrt(len(value) // 32), size)]
 
 
@@ -121,9 +121,9 @@ class Tars(LatentSource):
         self.items = index_tars(self.path, ("latent", "latent.npy", "npy"))
         self.labels = np.array([item.label for item in self.items], dtype=np.int64)
 
-    def _load(self, number: int) -> list[np.ndarray]:
-        content = io.BytesIO(self.items[number].read())
-        return [np.load(content) if self.items[number].name.endswith(".npy") else _ArrayUnpickler(content).load()]
+    def _load(self, index: int) -> list[np.ndarray]:
+        content = io.BytesIO(self.items[index].read())
+        return [np.load(content) if self.items[index].name.endswith(".npy") else _ArrayUnpickler(content).load()]
 
 
 class FastDiTFolder(LatentSource):
@@ -144,8 +144,8 @@ class FastDiTFolder(LatentSource):
         self.items = [(file, row) for file, values in parts for row in range(len(values))]
         self.labels = np.concatenate([values for _, values in parts]).astype(np.int64, casting="safe")
 
-    def _load(self, number: int) -> list[np.ndarray]:
-        file, row = self.items[number]
+    def _load(self, index: int) -> list[np.ndarray]:
+        file, row = self.items[index]
         return [np.load(regular_file(file), mmap_mode="r")[row]]
 
 
@@ -164,8 +164,8 @@ class REPAFolder(LatentSource):
         self.root = root if (root / "dataset.json").exists() else root / "vae-sd"
         self.items, self.labels = read_dataset_json(self.root)
 
-    def _load(self, number: int) -> list[np.ndarray]:
-        file = self.root / self.items[number]
+    def _load(self, index: int) -> list[np.ndarray]:
+        file = self.root / self.items[index]
         content = (regular_file(file) if isinstance(file, Path) else file).read_bytes()
         mean, std = np.split(np.load(io.BytesIO(content)), 2)
         if (std < 0).any():
@@ -182,8 +182,8 @@ class REPAFolder(LatentSource):
             raise UserError(f"{folder} and {self.root} do not hold the same items: their labels differ")
         image_of = dict(zip(latent_order.tolist(), image_order.tolist()))
 
-        def read_image(number: int) -> bytes:
-            with as_user_error(file := folder / names[image_of[number]]):
+        def read_image(index: int) -> bytes:
+            with as_user_error(file := folder / names[image_of[index]]):
                 image, _ = read_rgb(file)
                 if image.size != (resolution, resolution):
                     raise ValueError(f"{image.width}x{image.height} pixels instead of {resolution}x{resolution}")
@@ -217,8 +217,8 @@ class LightningDiTFolder(LatentSource):
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
             self.note = f"latents_mean and latents_std come from {statistics.name}"
 
-    def _load(self, number: int) -> list[np.ndarray]:
-        file, row = self.items[number]
+    def _load(self, index: int) -> list[np.ndarray]:
+        file, row = self.items[index]
         with safe_open(file, framework="pt") as f:
             return [f.get_slice(name)[row].float().numpy() for name in ("latents", "latents_flip")[: 1 + self.has_flips]]
 
@@ -229,12 +229,13 @@ FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
 def open_latents(path: str | Path) -> LatentSource:
     """Open latents of another project. The file names determine the format."""
     path = Path(path)
-    fitting = [
-        f
-        for f in FORMATS
-        if any(map(path.match, (*f.patterns, *f.file_patterns))) or any(any(path.glob(pattern)) for pattern in f.patterns)
-    ]
+
+    def fits(candidate: type[LatentSource]) -> bool:
+        matches = map(path.match, (*candidate.patterns, *candidate.file_patterns))
+        return any(matches) or any(any(path.glob(pattern)) for pattern in candidate.patterns)
+
+    fitting = [candidate for candidate in FORMATS if fits(candidate)]
     if len(fitting) != 1:
-        names = " and ".join(f.__name__ for f in fitting) or f"none of {', '.join(f.__name__ for f in FORMATS)}"
+        names = " and ".join(kind.__name__ for kind in fitting) or f"none of {', '.join(kind.__name__ for kind in FORMATS)}"
         raise UserError(f"path={path} looks like {names}; give the file or folder of one format, as docs/data.md names them")
     return fitting[0](path)

@@ -110,15 +110,15 @@ class SourceImages:
     def __init__(self, dataset: LatentDataset, folder: str):
         """Find the images. Raises UserError if their number differs from the number of latents."""
         settings = dataset.encode_settings
-        self._source = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
+        source = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
         keys = ("background", "pad", "grey", "value_range")
-        self._read = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
+        self._reader = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
         part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
         if part != "all" or duplicates == "skip":
-            numbers = range(len(self._source))
-            self._source.keep_part(hash_images(self._source, self._read, numbers, torch.get_num_threads()), part, duplicates)
+            hashes = hash_images(source, self._reader, range(len(source)), torch.get_num_threads())
+            source = source.select_part(hashes, part, duplicates)
         left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
-        self._source.keep([i for i, name in enumerate(self._source.names) if name not in left_out])
+        self._source = source.select([i for i, name in enumerate(source.names) if name not in left_out])
         self.names = self._source.names
         if len(self.names) != len(dataset):
             raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
@@ -126,7 +126,7 @@ class SourceImages:
     def read(self, item: int) -> ReadImage:
         """Read and crop an item's image."""
         with as_user_error(self.names[item]):
-            return self._read(self._source, item)
+            return self._reader(self._source, item)
 
 
 def find_problems(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -67,29 +68,30 @@ class ImageReader:
     grey: bool = False
     value_range: Sequence[float] | None = None
 
-    def __call__(self, images: LabelledImages, number: int) -> ReadImage:
-        image, notes = self._decode(images, number)
-        image_hash, image = hash_pixels(image), ImageOps.expand(image, self.pad)
+    def __call__(self, images: LabelledImages, index: int) -> ReadImage:
+        image, notes = self._decode(images, index)
+        image_hash = hash_pixels(image)
+        image = ImageOps.expand(image, self.pad)
         notes += ["enlarged"] if min(image.size) < self.resolution else []
         pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
         return ReadImage(pixels, image_hash, notes)
 
-    def hash(self, images: LabelledImages, number: int) -> int | None:
+    def hash(self, images: LabelledImages, index: int) -> int | None:
         """Return the hash of an image, or None if it cannot be read."""
         try:
-            with as_user_error(images.names[number]):
-                return hash_pixels(self._decode(images, number)[0])
+            with as_user_error(images.names[index]):
+                return hash_pixels(self._decode(images, index)[0])
         except UserError:
             return None
 
-    def _decode(self, images: LabelledImages, number: int) -> tuple[Image.Image, list[str]]:
-        return read_rgb(images.open(number), self.background, value_range=self.value_range)
+    def _decode(self, images: LabelledImages, index: int) -> tuple[Image.Image, list[str]]:
+        return read_rgb(images.open(index), self.background, value_range=self.value_range)
 
 
-def hash_images(images: LabelledImages, read: ImageReader, numbers: Sequence[int], num_threads: int) -> list[int | None]:
+def hash_images(images: LabelledImages, reader: ImageReader, indices: Sequence[int], num_threads: int) -> list[int | None]:
     """Read some of the images and return their hashes, or None for those that cannot be read."""
-    hashes = map_ahead(functools.partial(read.hash, images), numbers, num_threads)
-    return list(progress_bar(hashes, total=len(numbers), unit="images", desc="comparing images"))
+    hashes = map_ahead(functools.partial(reader.hash, images), indices, num_threads)
+    return list(progress_bar(hashes, total=len(indices), unit="images", desc="comparing images"))
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:
@@ -130,7 +132,7 @@ class LabelledImages:
     Attributes:
         names: Image paths relative to `path`.
         labels: Class labels [N] in int64.
-        all_labels: The labels of all images from which `keep` selected, so that each part of a data set has all classes.
+        all_labels: The labels of all images from which `select` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
         unread: Image files in the folder whose format `encode` does not support.
         problems: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
@@ -145,30 +147,35 @@ class LabelledImages:
     def __len__(self) -> int:
         return len(self.names)
 
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Keep only the images with the given numbers."""
-        self.names, self.labels = [self.names[i] for i in numbers], self.labels[numbers]
+    def select(self, indices: Sequence[int]) -> LabelledImages:
+        """Return the list of the images with the given indices."""
+        selected = copy.copy(self)
+        selected.names = [self.names[i] for i in indices]
+        selected.labels = self.labels[indices]
+        return selected
 
-    def keep_part(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> None:
-        """Keep the images of a part, and with duplicates=skip only the first of equal images.
+    def select_part(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> LabelledImages:
+        """Return the images of a part, and with duplicates=skip only the first of equal images.
 
         The hash of an image decides on its part. So equal images belong to one part, and no image moves to the other part if
-        images are added or removed. Images without a hash cannot be read. They are kept, so that `encode` reports them.
+        images are added or removed. Images without a hash cannot be read. They are selected, so that `encode` reports them.
         """
-        kept, seen = [], set()
-        for number, image_hash in enumerate(hashes):
+        kept: list[int] = []
+        seen: set[int] = set()
+        for index, image_hash in enumerate(hashes):
             if image_hash is not None:
-                is_validation, is_copy = image_hash % VALIDATION_STRIDE == 0, image_hash in seen
-                if part == ("train" if is_validation else "validation") or (is_copy and duplicates == "skip"):
+                is_validation = image_hash % VALIDATION_STRIDE == 0
+                is_skipped = duplicates == "skip" and image_hash in seen
+                if part == ("train" if is_validation else "validation") or is_skipped:
                     continue
                 seen.add(image_hash)
-            kept.append(number)
+            kept.append(index)
         if not kept:
             raise UserError(
                 f"images={self.path}: part={part} holds none of {len(self)} images (1 of {VALIDATION_STRIDE} is validation)"
             )
         log.info("%s: %d of %d images are used (part=%s, duplicates=%s)", self.path, len(kept), len(self), part, duplicates)
-        self.keep(kept)
+        return self.select(kept)
 
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image, both of which `read_rgb` accepts."""
@@ -207,9 +214,10 @@ class TarImages(LabelledImages):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
         super().__init__(path, [f"{item.file.name}/{item.name}" for item in self.items], [item.label for item in self.items])
 
-    def keep(self, numbers: Sequence[int]) -> None:
-        super().keep(numbers)
-        self.items = [self.items[i] for i in numbers]
+    def select(self, indices: Sequence[int]) -> LabelledImages:
+        selected = super().select(indices)
+        selected.items = [self.items[i] for i in indices]
+        return selected
 
     def size(self, index: int) -> int:
         return self.items[index].size

@@ -37,14 +37,14 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
     if background and source.background and not are_same_colour(background, source.background):
         raise UserError(f"background={background}, but images={images} was made with background={source.background}")
     pixels = (image for batch in read_ahead(source.batches(64)) for image in batch)
-    with ended_by_ctrl_c():
+    with reporting_ctrl_c():
         stored = source.labels, source.background or background, source.statistics, source.class_names
         write_npz(Path(output), pixels, source.shape, *stored)
     log.info("wrote %s", output)
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
+def reporting_ctrl_c() -> Iterator[None]:
     """Say after Ctrl-C that nothing was written. Unlike the other commands, the `with` block cannot resume."""
     try:
         yield
@@ -60,6 +60,6 @@ def detector(reference: Text, output: Text, num_epochs: PositiveInt = 8, cpu_thr
         output: Weights file detectors/<set>.safetensors. The file name determines the metric name fd_<set>.
     """
     device = start_accelerator(cpu_threads).device
-    with ended_by_ctrl_c():
+    with reporting_ctrl_c():
         accuracy = train_detector(open_image_set(reference), Path(output), device, num_epochs)
     log.info("wrote %s: %.2f%% accuracy on the held-out images", output, 100 * accuracy)

@@ -105,7 +105,7 @@ class ShardFolder:
     Attributes:
         writer: Writes the shards, in any process.
         shards: All planned shards.
-        left_out: Names of the items that finished shards have left out. If some can be read now, call `make_again`.
+        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_incomplete`.
 
     Raises:
         UserError: If the folder contains a different data set, or a shard that another program wrote.
@@ -135,29 +135,29 @@ class ShardFolder:
         self._check(provenance)
         self.left_out: dict[PlannedShard, set[str]] = {}
         reasons = {}
-        for file, made in provenance.items():
-            if (shard := self._planned.get((file, made["source"]))) is None:
+        for file, record in provenance.items():
+            if (shard := self._planned.get((file, record["source"]))) is None:
                 reasons[file] = "was made from other items than the source holds now"
             elif not is_intact(file):
                 reasons[file] = "changed after it was written"
-            elif made["left_out"]:
-                self.left_out[shard] = {entry["name"] for entry in made["left_out"]}
-        self._rename(reasons)
+            elif record["left_out"]:
+                self.left_out[shard] = {entry["name"] for entry in record["left_out"]}
+        self._rename_outdated(reasons)
 
-    def missing(self) -> list[PlannedShard]:
+    def missing_shards(self) -> list[PlannedShard]:
         return [shard for shard in self.shards if not shard.file.exists()]
 
-    def make_again(self, readable: Mapping[PlannedShard, str]) -> None:
+    def rename_incomplete(self, readable: Mapping[PlannedShard, str]) -> None:
         """Rename shards that have left out an item that can be read now, whose name `readable` gives."""
-        self._rename({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
+        self._rename_outdated({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
 
-    def _rename(self, reasons: Mapping[Path, str]) -> None:
+    def _rename_outdated(self, reasons: Mapping[Path, str]) -> None:
         """Rename the shards in `reasons`, and remove the manifest if shards are missing."""
         for file, reason in reasons.items():
             backup = file.with_name(f".changed_{file.name}")
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
             os.replace(file, backup)
-        if self.missing():
+        if self.missing_shards():
             (self.output / MANIFEST).unlink(missing_ok=True)
 
     def _read_provenance(self) -> dict[Path, dict]:
@@ -177,19 +177,19 @@ class ShardFolder:
                 raise UserError(
                     f"output={self.output} holds {others[0]}, which this command did not write; choose another folder"
                 )
-        changed = [change for made in provenance.values() for change in self._changed_settings(made)]
-        if provenance and self._planned.keys().isdisjoint((file, made["source"]) for file, made in provenance.items()):
+        changed = [change for record in provenance.values() for change in self._changed_settings(record)]
+        if provenance and self._planned.keys().isdisjoint((file, record["source"]) for file, record in provenance.items()):
             changed.append("made of other items")
         if changed:
             differences = "; ".join(dict.fromkeys(changed))
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
 
-    def _changed_settings(self, made: dict) -> Iterator[str]:
+    def _changed_settings(self, record: dict) -> Iterator[str]:
         settings = self.writer.settings
-        for key in sorted(settings | made["settings"]):
-            before, now = made["settings"].get(key), settings.get(key)
+        for key in sorted(settings | record["settings"]):
+            before, now = record["settings"].get(key), settings.get(key)
             # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
-            is_unused = key == "value_range" and before is None and not made["left_out"]
+            is_unused = key == "value_range" and before is None and not record["left_out"]
             if before != now and not is_unused:
                 yield f"{key}: {before!r} -> {now!r}"
 
@@ -214,16 +214,16 @@ class ShardFolder:
         """
         self._check(self._read_provenance())
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
-        left_out = [entry for made in provenance for entry in made["left_out"]]
+        left_out = [entry for record in provenance for entry in record["left_out"]]
         names = {entry["name"] for entry in left_out}
         left_out += [{"name": name, "problem": text} for name, text in (problems or {}).items() if name not in names]
-        sums = np.sum([made["sums"] for made in provenance], axis=0)
+        sums = np.sum([record["sums"] for record in provenance], axis=0)
         if not sums.any():
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]['problem']}")
         mean, std = (values.tolist() for values in mean_and_std(sums))
         self._store_scale(mean, std, normalize, sigma_data)
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
-        notes = sum((Counter(made.get("notes", {})) for made in provenance), Counter())
+        notes = sum((Counter(record.get("notes", {})) for record in provenance), Counter())
         if (hashes := dataset.image_hashes) is not None and len(np.unique(hashes)) < len(hashes):
             notes["copies"] = len(hashes) - len(np.unique(hashes))
         manifest = {
