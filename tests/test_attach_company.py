@@ -39,7 +39,7 @@ def test_two_checkpointed_passes_before_one_backward_recompute_each_with_its_own
             network.enable_gradient_checkpointing(attachment.checkpoint)
         results.append(two_passes(network, case.inputs(True), case.inputs(False)))
         for block, _ in blocks_of(network, case):  # recomputation may stop in the middle of a block
-            assert all(hook.__self__.before is None for hook in block._forward_hooks.values())
+            assert all(hook.__self__.saved is None for hook in block._forward_hooks.values())
         attachment.detach()
     assert difference(results[1], results[0]) < TOLERANCE
 

@@ -186,7 +186,7 @@ def test_the_script_refuses_unknown_parts_and_a_machine_without_a_gpu(run_script
 
 @pytest.mark.parametrize("name", ["machine", "update", "attention", "denoiser"])
 def test_parts_of_a_step_are_measured_on_a_cpu_with_small_sizes(run, monkeypatch, name):
-    for key in ("ADD", "GRAPH_NODES", "PYTHON_ADDITIONS"):
+    for key in ("NUM_KERNELS", "NUM_GRAPH_NODES", "NUM_PYTHON_ADDITIONS"):
         monkeypatch.setattr(kernels, key, 10)
     small = {"update": ["backbone=DiT-XS/8"], "attention": ["batch_size=1"]}
     small["denoiser"] = ["backbones=[DiT-XS/8]", "batch_sizes=[1,2]"]

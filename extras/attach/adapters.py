@@ -68,13 +68,15 @@ class Adapter:
 
 def count_z_image(arguments: Mapping[str, Any], output: None) -> ImageTokens:
     """Count the image tokens from x, a list of images (C, F, H, W). Padding tokens (to a multiple of 32) are never routed."""
-    images, p, f = arguments["x"], arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
+    images = arguments["x"]
+    patch_size, frames_per_patch = arguments.get("patch_size", 2), arguments.get("f_patch_size", 1)
     if isinstance(images[0], (list, tuple)):
         raise ValueError("x holds lists of images (omni mode), whose tokens have no common grid; such a network cannot be routed")
     _, frames, height, width = images[0].shape
     if any(image.shape != images[0].shape for image in images):
         raise ValueError(f"x holds images of shapes {[tuple(image.shape) for image in images]}; a routed batch needs one size")
-    return ImageTokens(len(images), (frames // f) * (height // p) * (width // p), images[0].device)
+    num_tokens = (frames // frames_per_patch) * (height // patch_size) * (width // patch_size)
+    return ImageTokens(len(images), num_tokens, images[0].device)
 
 
 FLUX_AXES = (

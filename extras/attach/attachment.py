@@ -37,22 +37,25 @@ class Attachment:
     """
 
     def __init__(self, network: nn.Module, adapter: Adapter, routes: Sequence[Route], rule: SelectionRule, generator):
-        self.network, self.adapter, self.rule, self.generator = network, adapter, rule, generator
+        self.network = network
+        self.adapter = adapter
+        self.rule = rule
+        self.generator = generator
         self.forced_ratios: tuple[float, ...] | None = None  # set inside `routed()`
         self.plan: ForwardPlan | None = None  # plan of the latest forward pass, None until the embedding runs
         self.recomputed_plan: ForwardPlan | None = None  # set while `checkpoint()` recomputes
-        blocks = [(spec, inner_module(block)) for spec in adapter.blocks for block in getattr(network, spec.attribute)]
+        blocks = [(listed, inner_module(block)) for listed in adapter.blocks for block in getattr(network, listed.attribute)]
         self.router = TokenRouter(routes, depth=len(blocks))
 
         routed = []
-        for i, route in enumerate(self.router.routes):
+        for route_idx, route in enumerate(self.router.routes):
             for layer in range(route.start_layer_idx, route.end_layer_idx + 1):
-                spec, block = blocks[layer]
+                block_list, block = blocks[layer]
                 names = argument_names(block)
-                missing = {spec.argument, *(axis.argument for axis in spec.axes)} - set(names)
+                missing = {block_list.argument, *(axis.argument for axis in block_list.axes)} - set(names)
                 if missing:
                     raise ValueError(f"{type(block).__name__} has no argument {missing}; it has {', '.join(names)}")
-                routed.append((block, BlockHooks(self, layer, i, spec, names)))
+                routed.append((block, BlockHooks(self, layer, route_idx, block_list, names)))
 
         embedding = network.get_submodule(adapter.tokens_from)
         self.embedding_arguments = argument_names(embedding)
@@ -131,15 +134,16 @@ class Attachment:
         ratios = self.router.selection_ratios() if self.forced_ratios is None else self.forced_ratios
         num_kept = tuple(num_kept_tokens(image.num_tokens, ratio) for ratio in ratios)
         self.plan = plan = ForwardPlan(image, num_kept, in_evaluation=self.forced_ratios is not None)
-        for i in filter(plan.is_active, range(len(ratios))):
-            plan.uniform[i] = uniform_noise(image.batch, image.num_tokens, device=image.device, generator=self.generator)
+        for route_idx in filter(plan.is_active, range(len(ratios))):
+            noise = uniform_noise(image.batch, image.num_tokens, device=image.device, generator=self.generator)
+            plan.noise[route_idx] = noise
             if self.rule is uniform_scores:
-                self.choose_ids_keep(plan, i)
+                self.choose_ids_keep(plan, route_idx)
 
-    def choose_ids_keep(self, plan: ForwardPlan, route: int, tokens: Tensor | None = None) -> None:
+    def choose_ids_keep(self, plan: ForwardPlan, route_idx: int, tokens: Tensor | None = None) -> None:
         """Choose a route's kept tokens. All rules except `uniform` need the image tokens (B, N, D) before the window."""
-        ids_keep = TokenRouter.keep_highest(self.rule, tokens, plan.uniform[route], plan.num_kept[route])
-        plan.ids_keep[route] = ids_keep  # (B, K)
+        ids_keep = TokenRouter.keep_highest(self.rule, tokens, plan.noise[route_idx], plan.num_kept[route_idx])
+        plan.ids_keep[route_idx] = ids_keep  # (B, K)
 
     def find_plan(self, layer: int) -> ForwardPlan:
         """Return the plan of a block's forward pass, even if a backward pass recomputes the block."""
@@ -202,6 +206,6 @@ def attach(
     network = inner_module(network)
     if attached(network):
         raise ValueError(f"{type(network).__name__} is routed already; call attached(network).detach() first")
-    if routes_of_its_own := getattr(getattr(network, "router", None), "routes", ()):  # a dit.DiT
-        raise ValueError(f"{type(network).__name__} has router.routes={routes_of_its_own} already; build it without routes")
+    if own_routes := getattr(getattr(network, "router", None), "routes", ()):  # a dit.DiT
+        raise ValueError(f"{type(network).__name__} has router.routes={own_routes} already; build it without routes")
     return Attachment(network, adapter or find_adapter(network), routes, build_rule(selection), generator)

@@ -55,11 +55,11 @@ class ForwardPlan:
     image: ImageTokens | None = None  # None if the forward pass is dense
     num_kept: tuple[int, ...] = ()  # number of kept image tokens (K) per route
     in_evaluation: bool = False  # whether to also route blocks in evaluation mode
-    uniform: dict[int, Tensor] = field(default_factory=dict)  # random numbers (B, N) for each active route
+    noise: dict[int, Tensor] = field(default_factory=dict)  # uniform random numbers (B, N) for each active route
     ids_keep: dict[int, Tensor] = field(default_factory=dict)  # chosen positions (B, K) for each active route
 
-    def is_active(self, route: int) -> bool:
-        return self.image is not None and self.num_kept[route] < self.image.num_tokens
+    def is_active(self, route_idx: int) -> bool:
+        return self.image is not None and self.num_kept[route_idx] < self.image.num_tokens
 
     def image_start(self, layout: str, length: int) -> int:
         """Return the position of the first image token in a sequence of `length` tokens."""
@@ -72,78 +72,84 @@ class ForwardPlan:
         """Return the image tokens, (B, L, D) -> (B, N, D), detached because a recomputed block must save the same tensors."""
         return x.detach().narrow(1, self.image_start(layout, x.shape[1]), self.image.num_tokens)
 
-    def gather(self, x: Tensor, route: int, axis: TokenAxis, dim: int) -> Tensor | PositionsPerSample:
+    def gather(self, x: Tensor, route_idx: int, axis: TokenAxis, dim: int) -> Tensor | PositionsPerSample:
         """Select the entries of K image tokens and all non-image tokens along axis `dim`. With dim=0, x has no batch axis."""
-        index = self.index(route, axis.layout, x.shape[dim])
+        index = self.positions(route_idx, axis.layout, x.shape[dim])
         if dim == 0:
             return PositionsPerSample(TokenRouter.start_route(x.expand(len(index), *x.shape), index))
         x = x.expand(len(index), *x.shape[1:])
         return TokenRouter.start_route(x.movedim(dim, 1), index).movedim(1, dim)
 
-    def index(self, route: int, layout: str, length: int) -> Tensor:
+    def positions(self, route_idx: int, layout: str, length: int) -> Tensor:
         """Return the positions of K image tokens and all non-image tokens in a sequence of `length` tokens, (B, L - N + K)."""
-        start, ids_keep = self.image_start(layout, length), self.ids_keep[route]
+        start = self.image_start(layout, length)
+        ids_keep = self.ids_keep[route_idx]
         positions = torch.arange(length, device=ids_keep.device).expand(len(ids_keep), -1)
         return torch.cat([positions[:, :start], ids_keep + start, positions[:, start + self.image.num_tokens :]], dim=1)
 
-    def shorten(self, value: Any, route: int, axis: TokenAxis) -> Any:
+    def shorten(self, value: Any, route_idx: int, axis: TokenAxis) -> Any:
         """Reduce a block argument to the entries of the kept tokens."""
         if value is None:
             return None
         if isinstance(value, dict):
-            return {key: self.shorten(item, route, axis) if key in axis.items else item for key, item in value.items()}
+            return {key: self.shorten(item, route_idx, axis) if key in axis.items else item for key, item in value.items()}
         if isinstance(value, (tuple, list)):
             items = range(len(value)) if axis.items is None else axis.items
-            return tuple(self.shorten(item, route, axis) if i in items else item for i, item in enumerate(value))
+            return tuple(self.shorten(item, route_idx, axis) if i in items else item for i, item in enumerate(value))
         if axis.ndim is not None and value.ndim != axis.ndim:
             return value
         if not axis.mask:
-            return self.gather(value, route, axis, axis.dim)
+            return self.gather(value, route_idx, axis, axis.dim)
         if value.ndim not in (2, 4):
             raise ValueError(f"{axis.argument}: a mask of shape {tuple(value.shape)} cannot be routed; it needs 2 or 4 axes")
         if value.ndim == 2 and len(value) == self.image.batch:  # (B, L), which diffusers reads as padding of each sample
             value = value[:, None, None]
         value = value.reshape((1,) * (4 - value.ndim) + value.shape)
         for dim in (2, 3):
-            value = self.gather(value, route, axis, dim) if value.shape[dim] > 1 else value
+            value = self.gather(value, route_idx, axis, dim) if value.shape[dim] > 1 else value
         return value
 
 
 class BlockHooks:
     """The two hooks of one routed block. `layer` counts blocks across all lists. `names` lists the block's arguments."""
 
-    def __init__(self, attachment, layer: int, route: int, spec: BlockList, names: tuple[str, ...]):
-        self.attachment, self.layer, self.route, self.spec, self.names = attachment, layer, route, spec, names
-        self.before: tuple[Tensor, Tensor] | None = None  # all tokens and the kept positions, while the block runs
+    def __init__(self, attachment, layer: int, route_idx: int, block_list: BlockList, names: tuple[str, ...]):
+        self.attachment = attachment
+        self.layer = layer
+        self.route_idx = route_idx
+        self.block_list = block_list
+        self.names = names
+        self.saved: tuple[Tensor, Tensor] | None = None  # all tokens and the kept positions, while the block runs
 
     def before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook: remove skipped tokens from the sequence and from all arguments that have one entry per token."""
-        self.before = None
-        plan, route, spec = self.attachment.find_plan(self.layer), self.route, self.spec
+        self.saved = None
+        plan = self.attachment.find_plan(self.layer)
+        route_idx, block_list = self.route_idx, self.block_list
         # A block in evaluation mode belongs to a frozen part of the network, so the hook does not route it during training.
-        if not plan.is_active(route) or not (module.training or plan.in_evaluation):
+        if not plan.is_active(route_idx) or not (module.training or plan.in_evaluation):
             return None
         arguments = dict(zip(self.names, args)) | kwargs
-        tokens = arguments[spec.argument]  # (B, L, D)
-        if route not in plan.ids_keep:
-            self.attachment.choose_ids_keep(plan, route, plan.image_tokens(tokens, spec.layout))
-        self.before = tokens, plan.index(route, spec.layout, tokens.shape[1])
-        arguments[spec.argument] = TokenRouter.start_route(*self.before)
-        for axis in spec.axes:
+        tokens = arguments[block_list.argument]  # (B, L, D)
+        if route_idx not in plan.ids_keep:
+            self.attachment.choose_ids_keep(plan, route_idx, plan.image_tokens(tokens, block_list.layout))
+        self.saved = tokens, plan.positions(route_idx, block_list.layout, tokens.shape[1])
+        arguments[block_list.argument] = TokenRouter.start_route(*self.saved)
+        for axis in block_list.axes:
             if axis.argument in arguments:
-                arguments[axis.argument] = plan.shorten(arguments[axis.argument], route, axis)
+                arguments[axis.argument] = plan.shorten(arguments[axis.argument], route_idx, axis)
         return (), arguments
 
     def after_block(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook: put the kept tokens back into the full sequence. If the block raises an exception, `output` is None."""
-        before, self.before = self.before, None  # free the tokens even if recomputation stops inside the block
-        if before is None or output is None:
+        saved, self.saved = self.saved, None  # free the tokens even if recomputation stops inside the block
+        if saved is None or output is None:
             return None
-        all_tokens, index = before
-        tokens = output if self.spec.output is None else output[self.spec.output]
+        all_tokens, positions = saved
+        tokens = output if self.block_list.output is None else output[self.block_list.output]
         # Under autocast, a block's output may have a different precision than its input. Use the higher precision.
         all_tokens = all_tokens.to(torch.promote_types(all_tokens.dtype, tokens.dtype))
-        tokens = TokenRouter.end_route(tokens, all_tokens, index)
-        if self.spec.output is None:
+        tokens = TokenRouter.end_route(tokens, all_tokens, positions)
+        if self.block_list.output is None:
             return tokens
-        return tuple(tokens if i == self.spec.output else item for i, item in enumerate(output))
+        return tuple(tokens if i == self.block_list.output else item for i, item in enumerate(output))

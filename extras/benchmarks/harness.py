@@ -30,7 +30,8 @@ shows the median over rounds.
 
 def time_ms(action: Callable[[], object], repeats: int, device: torch.device, warmup: int = 0) -> list[float]:
     """Return the milliseconds of each of `repeats` calls after `warmup` untimed calls. On a GPU, use CUDA events for timing."""
-    is_cuda, marks = device.type == "cuda", []
+    is_cuda = device.type == "cuda"
+    marks: list = []  # CUDA events, or seconds
 
     def mark() -> None:
         marks.append(torch.cuda.Event(enable_timing=True) if is_cuda else time.perf_counter())
@@ -65,7 +66,7 @@ def measure(
     rounds: int,
     steps: int,
     warmup: int,
-    turns: Path | None = None,
+    turns_file: Path | None = None,
 ) -> list[dict[str, object]]:
     """Time variants in turns (A B A B), so that other load on the machine affects all variants. Return one record per variant.
 
@@ -73,19 +74,19 @@ def measure(
         builders: Functions that build each variant. All variants stay on the device until the benchmark ends.
         steps: Number of timed calls in each of the `rounds` turns.
         warmup: Number of untimed calls before a variant's first turn.
-        turns: JSON file for the milliseconds of each call by variant, in one list per turn.
+        turns_file: JSON file for the milliseconds of each call by variant, in one list per turn.
     """
-    variants = {name: build_and_warm_up(opener, device, warmup) for name, opener in builders.items()}
+    variants = {name: build_and_warm_up(builder, device, warmup) for name, builder in builders.items()}
     for _, (name, variant) in itertools.product(range(rounds), variants.items()):
         variant.turns.append(time_ms(variant.action, steps, device, warmup=1))
         sys.stderr.write(f"{name}: {np.median(variant.turns):.4g} ms\n")  # printed even if the benchmark stops early
-        if turns is not None:
-            write_atomically(turns, json.dumps({name: variant.turns for name, variant in variants.items()}))
+        if turns_file is not None:
+            write_atomically(turns_file, json.dumps({name: variant.turns for name, variant in variants.items()}))
     first = next(iter(variants.values()))
     return [{"variant": name} | summarise(variant, first) for name, variant in variants.items()]
 
 
-def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
+def build_and_warm_up(builder: Callable[[], TimedVariant], device: torch.device, warmup: int) -> TimedVariant:
     """Build a variant and warm it up.
 
     Add columns for the time of the first call and, on CUDA, for the times in which the GPU computes and the CPU starts kernels,
@@ -95,15 +96,14 @@ def build_and_warm_up(opener: Callable[[], TimedVariant], device: torch.device, 
     if is_cuda:
         gc.collect()
         torch.cuda.empty_cache()  # otherwise, cached memory of earlier variants would not count as reserved
-    before, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if is_cuda else (0, 0)
-    if is_cuda:
+        allocated_before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-    variant = opener()
+    variant = builder()
     variant.columns["first call s"] = time_ms(variant.action, 1, device)[0] / 1000
     time_ms(variant.action, 0, device, warmup)
     if is_cuda:
-        variant.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        variant.columns["reserved GiB"] = (torch.cuda.max_memory_reserved() - reserved) / 2**30
+        variant.columns["peak GiB"] = (torch.cuda.max_memory_allocated() - allocated_before) / 2**30
+        variant.columns["reserved GiB"] = (torch.cuda.max_memory_reserved() - reserved_before) / 2**30
         variant.columns["kernel ms"] = measure_kernels_ms(variant.action)
         variant.columns["host ms"] = float(np.median([measure_host_ms(variant.action) for _ in range(5)]))
     return variant

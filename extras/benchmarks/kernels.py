@@ -25,7 +25,10 @@ from runtime.cuda_graph import CUDAGraph
 from runtime.processes import leave
 
 LR, BETAS, EPS, EMA_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.9999
-ADD, GRAPH_NODES, PYTHON_ADDITIONS = 5000, 2000, 10**7  # how often `machine` repeats each of its operations
+# How often `machine` repeats each of its operations.
+NUM_KERNELS = 5000
+NUM_GRAPH_NODES = 2000
+NUM_PYTHON_ADDITIONS = 10**7
 
 
 def _start() -> Accelerator:
@@ -37,7 +40,7 @@ def _report(title: str, accelerator: Accelerator, records: list[dict[str, object
     leave()
 
 
-def _times(action: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
+def _measure_call(action: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
     """Return the median milliseconds of a call and, on CUDA, those in which the GPU computes."""
     kernels = {"kernel ms": measure_kernels_ms(action)} if device.type == "cuda" else {}
     return {"ms": float(np.median(time_ms(action, repeats, device, 3)))} | kernels
@@ -55,7 +58,7 @@ def machine() -> None:
     """Measure the costs of starting a kernel, of a node in a CUDA graph and of Python, and the load of the CPU."""
     accelerator = _start()
     device = accelerator.device
-    x, is_cuda = torch.zeros(1, device=device), device.type == "cuda"
+    x = torch.zeros(1, device=device)
 
     def add(times: int) -> None:
         for _ in range(times):
@@ -69,19 +72,21 @@ def machine() -> None:
         time_ms(int, 0, device)
         return 1e6 * (time.perf_counter() - start_sec) / times
 
-    record: dict[str, object] = {"us per add_": elapsed_us(lambda: add(ADD), ADD)}
-    if is_cuda:
-        record["us per node of a graph"] = elapsed_us(_capture(lambda: add(GRAPH_NODES), device), GRAPH_NODES)
-    start_sec, total = time.perf_counter(), 0
-    for i in range(PYTHON_ADDITIONS):
+    record: dict[str, object] = {"us per add_": elapsed_us(lambda: add(NUM_KERNELS), NUM_KERNELS)}
+    if device.type == "cuda":
+        record["us per node of a graph"] = elapsed_us(_capture(lambda: add(NUM_GRAPH_NODES), device), NUM_GRAPH_NODES)
+    total = 0
+    start_sec = time.perf_counter()
+    for i in range(NUM_PYTHON_ADDITIONS):
         total += i
-    record["ns per addition in Python"] = 1e9 * (time.perf_counter() - start_sec) / PYTHON_ADDITIONS
+    record["ns per addition in Python"] = 1e9 * (time.perf_counter() - start_sec) / NUM_PYTHON_ADDITIONS
     record |= {"cores": os.cpu_count(), "visible cores": machine_settings.visible_cores(), "load": os.getloadavg()[0]}
     if Path("/proc/stat").exists():
         fields = Path("/proc/stat").read_text(encoding="utf-8").split()
         record["share stolen by other machines"] = int(fields[8]) / max(sum(map(int, fields[1:9])), 1)
-        model = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
-        record["CPU"] = model[0].partition(": ")[2] if model else ""
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+        record["CPU"] = names[0] if names else ""
     _report("Machine", accelerator, [record])
 
 
@@ -94,8 +99,8 @@ def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
     device = accelerator.device
     net = dit.build(backbone, input_size=32, in_channels=4, num_classes=1000).to(device)
     weights = [p for p in net.parameters() if p.requires_grad]
-    plain = [p.detach() for p in weights]
-    averages, first, second, gradients = ([torch.rand_like(p) for p in plain] for _ in range(4))
+    detached = [p.detach() for p in weights]
+    averages, first_moments, second_moments, gradients = ([torch.rand_like(p) for p in detached] for _ in range(4))
     for p, gradient in zip(weights, gradients):
         p.grad = gradient
     optimizer = torch.optim.AdamW(weights, lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
@@ -105,45 +110,46 @@ def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
         with torch.no_grad():
             torch._foreach_lerp_(averages, weights, 1 - EMA_DECAY)
 
-    numbers = [torch.tensor(number, device=device) for number in (LR, 1.0, 1 - EMA_DECAY)]
+    numbers = [torch.tensor(number, device=device) for number in (LR, 1.0, 1 - EMA_DECAY)]  # rate, root and ema_weight
     compiled = torch.compile(update_in_one_pass) if resolve_compile("auto", device) == "blocks" else update_in_one_pass
 
     def as_one_pass() -> None:
         with torch.no_grad():
-            compiled(plain, gradients, first, second, averages, *numbers)
+            compiled(detached, gradients, first_moments, second_moments, averages, *numbers)
 
     records = []
     for name, action in (("fused AdamW, then EMA", as_trained), ("one compiled update", as_one_pass)):
         start_sec = time.perf_counter()
         time_ms(action, 1, device)
         first_sec = time.perf_counter() - start_sec
-        records.append({"variant": name, "first call s": first_sec} | _times(action, device, repeats))
+        records.append({"variant": name, "first call s": first_sec} | _measure_call(action, device, repeats))
     _report("Update of the weights and their average", accelerator, records)
 
 
 def update_in_one_pass(
     weights: list[Tensor],
     gradients: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
+    first_moments: list[Tensor],
+    second_moments: list[Tensor],
     averages: list[Tensor],
     rate: Tensor,
     root: Tensor,
     ema_weight: Tensor,
 ) -> None:
     """Update weights by AdamW, and their average. `rate` and `root` contain the bias corrections of the moments."""
-    torch._foreach_lerp_(first, gradients, 1 - BETAS[0])
-    torch._foreach_mul_(second, BETAS[1])
-    torch._foreach_addcmul_(second, gradients, gradients, 1 - BETAS[1])
-    divisors = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(second), root), EPS)
-    torch._foreach_sub_(weights, torch._foreach_mul(torch._foreach_div(first, divisors), rate))
+    torch._foreach_lerp_(first_moments, gradients, 1 - BETAS[0])
+    torch._foreach_mul_(second_moments, BETAS[1])
+    torch._foreach_addcmul_(second_moments, gradients, gradients, 1 - BETAS[1])
+    divisors = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(second_moments), root), EPS)
+    torch._foreach_sub_(weights, torch._foreach_mul(torch._foreach_div(first_moments, divisors), rate))
     torch._foreach_add_(averages, torch._foreach_mul(torch._foreach_sub(weights, averages), ema_weight))
 
 
 def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
     """Time attention of DiT-XL/2 (16 heads of 72) with each kernel, for routed and dense blocks, forward and backward."""
     accelerator = _start()
-    device, records = accelerator.device, []
+    device = accelerator.device
+    records = []
     backends = ["FLASH_ATTENTION", "CUDNN_ATTENTION"] if device.type == "cuda" else ["MATH"]
     for num_tokens in (128, 256):
         q, k, v = (
@@ -157,7 +163,7 @@ def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
             record: dict[str, object] = {"tokens": num_tokens, "kernel": backend}
             try:
                 with sdpa_kernel(getattr(SDPBackend, backend)):
-                    record |= _times(call, device, repeats)
+                    record |= _measure_call(call, device, repeats)
             except RuntimeError as e:  # the kernel does not support these sizes
                 record["error"] = first_line(e)
             records.append(record)
@@ -169,7 +175,8 @@ def denoiser(
 ) -> None:
     """Time one denoiser call with guidance=cfg, which doubles the batch: with kernels started one by one, and as a CUDA graph."""
     accelerator = _start()
-    device, records = accelerator.device, []
+    device = accelerator.device
+    records = []
     for backbone in backbones:
         net = dit.build(backbone, input_size=32, in_channels=4, num_classes=1000).to(device).eval()
         compile_network(net, resolve_compile("auto", device))
@@ -182,7 +189,7 @@ def denoiser(
                 with torch.autocast(device.type, torch.bfloat16):
                     return EDM().denoise(net, *inputs)
 
-            record = {"backbone": backbone, "images": size} | _times(call, device, repeats)
+            record = {"backbone": backbone, "images": size} | _measure_call(call, device, repeats)
             if device.type == "cuda":
                 record["ms as a graph"] = float(np.median(time_ms(_capture(call, device), repeats, device, 3)))
             records.append(record)

@@ -70,7 +70,8 @@ def import_weights(
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output={output} exists; give the folder of a new run")
-    file, listed = Path(source), {}
+    file = Path(source)
+    listed: dict[str, str] = {}
     with contextlib.suppress(UserError):  # without a manifest, or with that of another program
         listed = store.read_listed_hashes(file.parent)
     if file.name in listed:
@@ -81,23 +82,28 @@ def import_weights(
     backbones = (lightningdit if kind == "lightningdit" else dit).BACKBONES
     sizes = read_sizes(file, model, backbones, num_classes or stored_num_classes)
     data = sizes["data"]
-    outputs, fitting = ("twice", ("dit", "sit")) if sizes["model"]["learn_sigma"] else ("only", [*KINDS_OF_WEIGHTS][1:])
-    if kind not in fitting:  # every published DiT also predicts a variance
+    if sizes["model"]["learn_sigma"]:
+        outputs, fitting_kinds = "twice", ("dit", "sit")
+    else:  # every published DiT also predicts a variance
+        outputs, fitting_kinds = "only", [name for name in KINDS_OF_WEIGHTS if name != "dit"]
+    if kind not in fitting_kinds:
         raise UserError(
-            f"{file} has {outputs} as many channels out as in, which fits kind={' or '.join(fitting)}, not kind={kind}"
+            f"{file} has {outputs} as many channels out as in, which fits kind={' or '.join(fitting_kinds)}, not kind={kind}"
         )
     autoencoder = autoencoder or ("none" if kind == "lightningdit" else SD_VAE)
     if (channels := CHANNELS.get(autoencoder)) and data["in_channels"] not in channels:
-        has, needed = f"latents with {data['in_channels']} channels", " or ".join(map(str, channels))
-        raise UserError(f"{file} is for {has}, and autoencoder={autoencoder} has {needed}; set autoencoder=")
+        found, needed = data["in_channels"], " or ".join(map(str, channels))
+        raise UserError(
+            f"{file} is for latents with {found} channels, and autoencoder={autoencoder} has {needed}; set autoencoder="
+        )
     known = Scaling(1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scaling(autoencoder)
-    scale, factor, *statistics = known or (None,) * 4
-    if None in (scale_factor or scale, resolution or factor):
+    known_scale, downsampling, *statistics = known or (None,) * 4
+    if None in (scale_factor or known_scale, resolution or downsampling):
         raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which its name does not determine")
-    data["scale_factor"] = scale_factor or scale
-    data["resolution"] = resolution or factor * data["input_size"]
-    if data["resolution"] != (factor or data["resolution"] // data["input_size"]) * data["input_size"]:
-        pixels = f"{factor} pixels" if factor else "a whole number of pixels"
+    data["scale_factor"] = scale_factor or known_scale
+    data["resolution"] = resolution or downsampling * data["input_size"]
+    if data["resolution"] != (downsampling or data["resolution"] // data["input_size"]) * data["input_size"]:
+        pixels = f"{downsampling} pixels" if downsampling else "a whole number of pixels"
         raise UserError(f"resolution={resolution}, but {file} is for {data['input_size']} latents a side, each of {pixels}")
     if kind == "lightningdit" and latents_stats is None:
         raise UserError("latents_stats= is missing: give LightningDiT's latents_stats.pt, or none for channels as they are")
@@ -107,14 +113,14 @@ def import_weights(
         statistics = read_channel_statistics(Path(latents_stats), data["in_channels"])
     data["latents_mean"], data["latents_std"] = statistics
     # Use float32, because the published scores also used float32.
-    chosen = {"name": folder.name, "output_dir": str(folder.parent), "train": {"num_steps": max(step, 1), "precision": "fp32"}}
-    chosen["sampling"] = {"autoencoder": autoencoder}
-    cfg = build_config(kind, sizes | chosen)
+    train = {"num_steps": max(step, 1), "precision": "fp32"}
+    run = {"name": folder.name, "output_dir": str(folder.parent), "train": train, "sampling": {"autoencoder": autoencoder}}
+    cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
-        like = cfg.model.build(cfg.data).state_dict()
+        expected = cfg.model.build(cfg.data).state_dict()
     model, ema = (with_null_row(state, data["num_classes"]) for state in (model, ema))
     for state in (model, ema):
-        store.check_tensors(file, state, like)
+        store.check_tensors(file, state, expected)
     config = cfg.model_dump()
     if kind in REVERSED:
         model, ema = reverse_time_and_sign(model), reverse_time_and_sign(ema)
@@ -124,11 +130,11 @@ def import_weights(
     tensors = store.Tensors(model, ema, optimizer={})
     written = store.save(folder / "checkpoints", step, tensors, state, config, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
-    null = "and a null class" if cfg.model.class_dropout else "without a null class"
-    log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null, written)
+    null_class = "and a null class" if cfg.model.class_dropout else "without a null class"
+    log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null_class, written)
 
 
-def build_config(kind: str, changed: dict) -> schema.TrainConfig:
-    """Compose the run's configuration from our defaults, the published sampler and `changed`. Later values take precedence."""
+def build_config(kind: str, overrides: dict) -> schema.TrainConfig:
+    """Compose the run's configuration from our defaults, the published sampler and `overrides`. Later values take precedence."""
     composed = compose_overrides(["data=custom", *KINDS_OF_WEIGHTS[kind]])
-    return parse_config(OmegaConf.merge(OmegaConf.to_container(composed), changed), schema.TrainConfig)
+    return parse_config(OmegaConf.merge(OmegaConf.to_container(composed), overrides), schema.TrainConfig)

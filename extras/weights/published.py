@@ -43,7 +43,7 @@ def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, 
 
     model, ema = pick(MODEL_NAMES + EMA_NAMES), pick(EMA_NAMES + MODEL_NAMES)
     step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
-    arguments = content.get("args")
+    arguments = content.get("args")  # of DiT, SiT and REPA
     arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
     arguments = arguments if isinstance(arguments, dict) else {}
     config = content.get("config")  # of LightningDiT
@@ -86,7 +86,8 @@ def read_sizes(
     try:
         width, in_channels, patch_size, _ = state["x_embedder.proj.weight"].shape
         _, num_tokens, _ = state["pos_embed"].shape
-        num_labels, num_outputs = (len(state[f"{name}.weight"]) for name in ("y_embedder.embedding_table", "final_layer.linear"))
+        num_rows = len(state["y_embedder.embedding_table.weight"])
+        num_outputs = len(state["final_layer.linear.weight"])
     except (KeyError, ValueError) as e:
         raise UserError(f"{file} is not a DiT with its published names ({e}); it holds {', '.join(list(state)[:4])}, ...") from e
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
@@ -94,14 +95,14 @@ def read_sizes(
     if (depth, width, patch_size) not in names:
         known = ", ".join(f"{d} x {w} / {p}" for d, w, p in names)
         raise UserError(f"{file} has blocks x width / patch {depth} x {width} / {patch_size}; this kind= has {known}")
-    num_classes = max(num_labels - 1, 1) if num_classes is None else num_classes
-    if num_labels - num_classes not in (0, 1):
-        fits = f"num_classes={max(num_labels - 1, 1)} or {num_labels}"
-        raise UserError(f"{file} has a label table of {num_labels} rows, which fits {fits}, not {num_classes}")
+    num_classes = max(num_rows - 1, 1) if num_classes is None else num_classes
+    if num_rows - num_classes not in (0, 1):
+        fits = f"num_classes={max(num_rows - 1, 1)} or {num_rows}"
+        raise UserError(f"{file} has a label table of {num_rows} rows, which fits {fits}, not {num_classes}")
     size = {"input_size": math.isqrt(num_tokens) * patch_size, "in_channels": in_channels, "num_classes": num_classes}
     model = {"backbone": names[depth, width, patch_size], "learn_sigma": num_outputs == 2 * in_channels * patch_size**2}
     # Networks that were trained without class dropout, and so without guidance, have no row for the null class.
-    return {"model": model | ({"class_dropout": 0.0} if num_labels == num_classes else {}), "data": size}
+    return {"model": model | ({"class_dropout": 0.0} if num_rows == num_classes else {}), "data": size}
 
 
 def with_null_row(state: dict[str, Tensor], num_classes: int) -> dict[str, Tensor]:
@@ -117,7 +118,11 @@ def without_projectors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     kept = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     depth = len({name.split(".")[1] for name in kept if name.startswith("blocks.")})
-    return {re.sub(r"^decoder_blocks\.(\d+)", lambda n: f"blocks.{depth + int(n[1])}", name): kept[name] for name in kept}
+
+    def renumber(match: re.Match) -> str:
+        return f"blocks.{depth + int(match[1])}"
+
+    return {re.sub(r"^decoder_blocks\.(\d+)", renumber, name): value for name, value in kept.items()}
 
 
 def reverse_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,11 +133,12 @@ def reverse_time_and_sign(state: dict[str, Tensor]) -> dict[str, Tensor]:
     on the features of t. To change the sign, the last layer is negated. Both changes are exact up to float32 rounding.
     """
     state = dict(state)
-    first, half = state["t_embedder.mlp.0.weight"].double(), TimestepEmbedder.NUM_FEATURES // 2
+    first_layer = state["t_embedder.mlp.0.weight"].double()
+    half = TimestepEmbedder.NUM_FEATURES // 2
     w = TimestepEmbedder.frequencies().double()
-    cosines, sines = first[:, :half], first[:, half:]
-    turned = torch.cat([cosines * w.cos() + sines * w.sin(), cosines * w.sin() - sines * w.cos()], dim=1)
-    state["t_embedder.mlp.0.weight"] = turned.float()
+    cosines, sines = first_layer[:, :half], first_layer[:, half:]
+    reversed_layer = torch.cat([cosines * w.cos() + sines * w.sin(), cosines * w.sin() - sines * w.cos()], dim=1)
+    state["t_embedder.mlp.0.weight"] = reversed_layer.float()
     in_channels, patch_size = state["x_embedder.proj.weight"].shape[1:3]
     for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
         per_pixel = state[name].unflatten(0, (patch_size**2, -1))  # (p*p, C or 2C, ...)
