@@ -62,7 +62,8 @@ class KLAutoencoder:
     def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
         from latents.va_vae import autoencoder_kl, load_va_vae
 
-        file, self.precision = find_weights(spec), precision
+        self.precision = precision
+        file = find_weights(spec)
         try:
             with log_if_slow(log, "loading the autoencoder %s", spec):
                 vae = load_va_vae(file) if spec.startswith("va-vae:") else autoencoder_kl().from_pretrained(file)
@@ -122,11 +123,13 @@ def hash_local_files(spec: str) -> str | None:
         return None
     suffixes = (".json", ".safetensors", ".bin", ".pt")
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
-    return hash_bytes("".join(_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files).encode())
+    hashes = [_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hash_bytes("".join(hashes).encode())
 
 
 @functools.cache
 def _hash_file_once(file: Path, size: int, mtime_ns: int) -> str:
+    """Hash a file, and read it again only if its size or modification time changes."""
     return hash_file(file)
 
 

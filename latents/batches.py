@@ -32,7 +32,8 @@ class BatchOrder:
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the item indices, int64 [batch_size], and the flips, bool [batch_size], of a step's global batch."""
-        start, parts = step * self.batch_size, []
+        start = step * self.batch_size
+        parts = []  # the items and flips from each epoch
         epochs, positions = np.divmod(np.arange(start, start + self.batch_size), self.num_items)
         for epoch in np.unique(epochs).tolist():
             drawn = _draw_epoch(self.num_items, self.seed, epoch, self.with_flips)

@@ -74,8 +74,10 @@ class LatentDataset:
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
         infos, shards, offsets = zip(*map(open_shard, self.files))
-        names = [sorted(shard.keys() - {"image_hashes"}) for shard in shards]
-        layouts = [(i, n, shard["latents"].dtype, shard["latents"].shape[1:]) for i, n, shard in zip(infos, names, shards)]
+        layouts = []  # what all shards must have in common
+        for info, shard in zip(infos, shards):
+            names = sorted(shard.keys() - {"image_hashes"})
+            layouts.append((info, names, shard["latents"].dtype, shard["latents"].shape[1:]))
         for file, layout in zip(self.files, layouts):
             if layout != layouts[0]:
                 raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
@@ -83,10 +85,11 @@ class LatentDataset:
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
         hashes = [shard["image_hashes"].numpy() for shard in shards if "image_hashes" in shard]
         self.image_hashes: np.ndarray | None = np.concatenate(hashes) if len(hashes) == len(shards) else None
-        latents = shards[0]["latents"][:0].numpy()
-        self._shape, self._dtype = latents.shape[1:], latents.dtype
+        no_latents = shards[0]["latents"][:0].numpy()
+        self._shape, self._dtype = no_latents.shape[1:], no_latents.dtype
         self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
-        self.has_flips, self.has_jpegs = "latents_flip" in shards[0], "images" in shards[0]
+        self.has_flips = "latents_flip" in shards[0]
+        self.has_jpegs = "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
         stored = LATENT_TENSORS[: 1 + self.has_flips]
         self._offsets = [[starts[name] for starts in offsets] for name in stored]  # indices: [flip][shard]
@@ -127,7 +130,8 @@ class LatentDataset:
         parts = values.view(np.uint8).reshape(len(indices), self._item_bytes)
         # Read items one by one. Indexing each shard takes ten times longer if all items of a batch are in different shards.
         for part, shard_idx, row, flip in zip(parts, *self._locate(indices), flips.tolist()):
-            self._reader.read_into(part, shard_idx, self._offsets[flip][shard_idx] + row * self._item_bytes)
+            offset = self._offsets[flip][shard_idx] + row * self._item_bytes
+            self._reader.read_into(part, shard_idx, offset)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
     def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +146,8 @@ class LatentDataset:
         images = np.empty((len(indices), size, size, 3), dtype=np.uint8)
         for pixels, index, shard_idx, row, flip in zip(images, indices, *self._locate(indices), flips.tolist()):
             start, stop = self._images[shard_idx][row : row + 2].tolist()
-            self._reader.read_into(jpeg := np.empty(stop - start, dtype=np.uint8), shard_idx, start)
+            jpeg = np.empty(stop - start, dtype=np.uint8)
+            self._reader.read_into(jpeg, shard_idx, start)
             # Use Pillow because torchvision's decoder is deprecated. Pillow releases the GIL while it decodes an image.
             with as_user_error(f"{self.path}: image {index}"), Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as image:
                 if image.size != (size, size):

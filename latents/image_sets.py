@@ -19,7 +19,8 @@ class PixelShards:
     statistics = {}
 
     def __init__(self, path: str | Path):
-        self.path, self._dataset = Path(path), LatentDataset(path)
+        self.path = Path(path)
+        self._dataset = LatentDataset(path)
         if (autoencoder := self._dataset.info.autoencoder) != "identity":
             command = "`python prepare_latents.py reference images=<the images> output=<file.npz>`"
             raise UserError(f"{path} holds latents of autoencoder={autoencoder}, not images; give their images, or run {command}")

@@ -59,7 +59,8 @@ class ShardInfo:
 def pack_images(files: Sequence[bytes]) -> dict[str, Tensor]:
     """Pack the JPEG files of a shard's items into the tensors `images` and `image_offsets`."""
     offsets = torch.tensor([0, *(len(file) for file in files)], dtype=torch.int64).cumsum(0)
-    return {"images": torch.from_numpy(np.frombuffer(bytearray(b"".join(files)), np.uint8)), "image_offsets": offsets}
+    content = bytearray(b"".join(files))  # PyTorch warns about read-only memory
+    return {"images": torch.from_numpy(np.frombuffer(content, np.uint8)), "image_offsets": offsets}
 
 
 def hash_latents(stored: Tensor, kind: str) -> Tensor:
@@ -136,7 +137,8 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
     try:
         info = ShardInfo(**metadata)
     except pydantic.ValidationError as e:
-        key, message = ".".join(map(str, e.errors()[0]["loc"])), e.errors()[0]["msg"]
+        error = e.errors()[0]
+        key, message = ".".join(map(str, error["loc"])), error["msg"]
         raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
     _check_tensors(file, info, shard)
     return info, shard, starts
@@ -225,7 +227,8 @@ def read_manifest(folder: Path) -> dict | None:
     try:
         _Manifest.model_validate(manifest)
     except pydantic.ValidationError as e:
-        problem = f"{'.'.join(map(str, e.errors()[0]['loc']))}: {e.errors()[0]['msg']}"
+        error = e.errors()[0]
+        problem = f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
         remedy = "make the folder again, or remove this file"
         raise UserError(f"{file} is not a manifest of latent shards ({problem}); {remedy}") from e
     return manifest

@@ -90,7 +90,8 @@ def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[T
                 continue
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
-            key, extension = folder + slash + stem, extension.lower()
+            key = folder + slash + stem
+            extension = extension.lower()
             if extension not in known and extension.endswith(tuple(f".{e}" for e in known)):
                 raise UserError(f"{file}: member {member.name} has a dot in its key, which ends at the first dot; rename it")
             if extension in LABEL_EXTENSIONS and is_labelled:

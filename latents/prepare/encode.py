@@ -202,7 +202,8 @@ def plan_shards(
     A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
     unreadable images, which are returned. With on_error=skip, no images are returned.
     """
-    readable, unreadable = {}, []
+    readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
+    unreadable: list[dict] = []
     for shard, names in folder.left_out.items():
         batch = _read_batch(source, cfg, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
         unreadable += batch.left_out if cfg.on_error == "stop" else []
@@ -220,9 +221,11 @@ def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig)
     log.info("%s", describe_classes(source))
     scale_factor, _, mean, std = vae.scaling
     if cfg.latents_stats:
-        scale_factor, (mean, std) = 1.0, read_channel_statistics(Path(cfg.latents_stats), vae.channels)
+        scale_factor = 1.0
+        mean, std = read_channel_statistics(Path(cfg.latents_stats), vae.channels)
     elif cfg.normalize or cfg.sigma_data:  # `ShardFolder.finish` stores the measured statistics or scale factor
-        scale_factor, mean, std = 1.0 if cfg.normalize else scale_factor, None, None
+        scale_factor = 1.0 if cfg.normalize else scale_factor
+        mean = std = None
     return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, mean, std)
 
 

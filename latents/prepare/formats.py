@@ -68,7 +68,8 @@ class LatentSource:
 
     def hash(self) -> str:
         """Hash the labels and 256 evenly spaced items, because reading all items would take as long as the conversion."""
-        spread = [self.read(i, i + 1)["latents"].numpy().tobytes() for i in evenly_spaced_items(len(self.labels), 256).tolist()]
+        items = evenly_spaced_items(len(self.labels), 256).tolist()
+        spread = [self.read(item, item + 1)["latents"].numpy().tobytes() for item in items]
         return hash_bytes(b"".join([f"{self.shape} {self.has_flips}".encode(), self.labels.tobytes(), *spread]))
 
 
@@ -202,7 +203,8 @@ class LightningDiTFolder(LatentSource):
     patterns = ("[!.]*.safetensors",)
 
     def _open(self) -> None:
-        self.items, labels = [], []
+        self.items = []
+        labels: list[np.ndarray] = []
         for file in [self.path] if self.path.is_file() else shard_files(self.path):
             with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
                 if "about" in (f.metadata() or {}):

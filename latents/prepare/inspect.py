@@ -66,7 +66,8 @@ def inspect(
     elif file.exists():
         raise UserError(f"grid={file} exists; give another file, or remove it")
     is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
-    decoder, device = None, start_accelerator(cpu_threads).device
+    device = start_accelerator(cpu_threads).device
+    decoder = None
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
@@ -149,7 +150,8 @@ def find_problems(
     log.info("%s", dataset.info)
     problems = [*_check_checksums(dataset), *_check_manifest(dataset)]
     problems += [*_check_jpegs(dataset), *_check_flips(dataset), *_check_classes(dataset)]
-    latents, names = _read_all(dataset), originals.names if originals else None
+    latents = _read_all(dataset)
+    names = originals.names if originals else None
     problems += _check_finite(latents)
     if latents.sums.any():
         noun = "latents" if dataset.image_hashes is None else "images"
@@ -165,7 +167,8 @@ def find_problems(
 
 
 def _check_checksums(dataset: LatentDataset) -> Iterator[str]:
-    hashes, first_file = dataset.hashes, {}  # first_file maps each hash to the first file with that hash
+    hashes = dataset.hashes
+    first_file: dict[str, Path] = {}  # the first file with each hash
     for file in progress_bar(dataset.files, unit="shards", desc="checksums"):
         if not is_intact(file):
             yield f"{file}: its checksum differs"
@@ -323,20 +326,22 @@ def _check_repeats(
 
 def _check_standard_deviation(dataset: LatentDataset, sums: np.ndarray, sigma_data: float) -> Iterator[str]:
     """Log the mean and standard deviation of each channel, and compare those of the network input with `sigma_data`."""
-    info, (stored_mean, stored_std) = dataset.info, mean_and_std(sums)
+    info = dataset.info
+    stored_mean, stored_std = mean_and_std(sums)
     mean, std = to_network_scale(stored_mean, stored_std, info)
     log.info(" " * 20 + "".join(f"{f'channel {c}':>12}" for c in range(dataset.channels)))
-    for title, values in {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}.items():
+    rows = {"stored mean": stored_mean, "stored std": stored_std, "network mean": mean, "network std": std}
+    for title, values in rows.items():
         log.info(f"{title:20}" + "".join(f"{value:12.4f}" for value in values))
     overall = overall_std(mean, std)
-    times = overall / sigma_data
-    spread = f"a standard deviation of {overall:.3f} over all channels, {times:.2f} times sigma_data={sigma_data:g}"
+    ratio = overall / sigma_data
+    spread = f"a standard deviation of {overall:.3f} over all channels, {ratio:.2f} times sigma_data={sigma_data:g}"
     log.info("the network input has %s (accepted: %g to %g times)", spread, *USUAL_STD)
     half = dataset.channels // 2
     if info.kind == "sample" and dataset.channels % 2 == 0 and (stored_mean + 2 * stored_std)[half:].max() < 0:
         looks = f"the last {half} of {dataset.channels} channels look like log-variances (mean {stored_mean[half:].mean():.1f})"
         yield f"{looks}, so these latents are kind=moments, not kind=sample"
-    if not USUAL_STD[0] <= times <= USUAL_STD[1]:
+    if not USUAL_STD[0] <= ratio <= USUAL_STD[1]:
         reasons = f"a wrong scale factor ({info.scale_factor:g}) or kind ({info.kind}), or scale= of convert"
         yield f"{spread}, cannot be right: {reasons}"
 

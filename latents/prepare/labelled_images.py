@@ -139,7 +139,9 @@ class LabelledImages:
     """
 
     def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
-        self.path, self.names, self.class_names = path, names, class_names
+        self.path = path
+        self.names = names
+        self.class_names = class_names
         self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
         self.unread: list[str] = []
         self.problems: dict[str, str] = {}

@@ -125,7 +125,8 @@ class ShardFolder:
         self.writer = ShardWriter(info, json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype})))
         self.shards: list[PlannedShard] = []
         for number, start in enumerate(range(0, num_items, shard_size)):
-            stop, file = min(start + shard_size, num_items), self.output / f"latents_{number:05d}.safetensors"
+            stop = min(start + shard_size, num_items)
+            file = self.output / f"latents_{number:05d}.safetensors"
             self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
         self._planned = {(shard.file, shard.source_hash): shard for shard in self.shards}
         self._check(self._read_provenance())  # before the lock, which writes a file
