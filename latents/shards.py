@@ -187,6 +187,8 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 class _Open(pydantic.BaseModel):
+    """Base class that accepts unknown entries, which other programs may add, and converts no types."""
+
     model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
 

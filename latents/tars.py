@@ -13,7 +13,7 @@ from common.images import is_hidden, walk
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
-# Names of the parts of a data set.
+# Words in names of files and folders, and the parts of a data set that they stand for.
 SPLITS = {"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"}
 SPLITS |= {"test": "test", "testing": "test"}
 TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that `index_tars` rejects them

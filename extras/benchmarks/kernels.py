@@ -47,6 +47,7 @@ def _measure_call(action: Callable[[], object], device: torch.device, repeats: i
 
 
 def _capture(function: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """Capture a function in a CUDA graph, after warming it up. Return a function that replays the graph."""
     graph = CUDAGraph(device)
     for _ in range(3):
         graph.warm_up(function)

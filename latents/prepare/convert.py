@@ -68,7 +68,10 @@ def convert(cfg: ConvertConfig) -> None:
 
 
 def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
-    """Return the header of the shards and the scale of the stored values. The user's keys override the format's values."""
+    """Return the header of the shards and the scale of the stored values. The user's keys override the format's values.
+
+    Raises UserError if a key is missing, or if the latents do not fit the keys.
+    """
     channels, height, width = source.shape
     kind = cfg.kind or source.kind
     scale = cfg.scale or source.scale or (1.0 if kind == "moments" else None)

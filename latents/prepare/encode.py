@@ -216,7 +216,10 @@ def plan_shards(
 
 
 def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:
-    """Return the header of the shards. The user's statistics replace the autoencoder's own."""
+    """Return the header of the shards, and log the classes. The user's statistics replace the autoencoder's own.
+
+    Raises UserError if labels, `num_classes` or `latents_stats` do not fit.
+    """
     num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
     log.info("%s", describe_classes(source))
     scale_factor, _, mean, std = vae.scaling
@@ -244,7 +247,7 @@ class _Item(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A batch of consecutive images in one shard."""
+    """A batch of images of one shard."""
 
     items: list[_Item]  # the readable images
     pixels: Tensor  # cropped pixels of `items`, uint8 [b, H, W, 3]
@@ -252,6 +255,7 @@ class _Batch(NamedTuple):
 
 
 def _read_batch(source: LabelledImages, cfg: EncodeConfig, indices: Sequence[int], pin_memory: bool = False) -> _Batch:
+    """Read and crop a batch. `pin_memory` puts the pixels into pinned memory, from which a copy to the GPU does not block."""
     read_image = image_reader(cfg)
     items: list[_Item] = []
     pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)

@@ -53,6 +53,8 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
 
 
 class ReadImage(NamedTuple):
+    """An image that `ImageReader` has read and cropped."""
+
     pixels: np.ndarray  # cropped, uint8 [R, R, 3]
     image_hash: int  # of the whole image, so that it does not depend on the resolution
     notes: list[str]  # of `read_rgb`, and `enlarged` if the image has fewer pixels than `resolution`
@@ -278,6 +280,7 @@ def _count(values: Iterable[str]) -> str:
 
 
 def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
+    """Label the images that dataset.json lists, sorted by name. Raises UserError if it lists an image that is not in `names`."""
     listed, labels = read_dataset_json(path)
     if missing := sorted(set(listed) - set(names)):
         raise UserError(f"{path / 'dataset.json'} lists {missing[0]}, which is not there ({len(missing)} such images)")
