@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import math
 import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobRuntime, env_override
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import Diverged, UserError, first_line
-from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_config, quote_letters
-from configs.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
+from configs.guard import FULL_ERRORS, guard, leave_processes
+from configs.hydra_errors import JobFailures, raise_errors
 from configs.schema import TrainConfig
 from configs.settings import S
 
@@ -55,54 +53,6 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
                 sys.exit("error: runs of the sweep failed; their errors are logged above")
 
     guard(run, partial(explain_error, config_name=config_name))
-
-
-@contextlib.contextmanager
-def raise_errors() -> Iterator[None]:
-    """Let Hydra raise errors in the `with` block, and let the jobs of submitit find our modules from any folder.
-
-    Hydra prints an error itself and exits, unless HYDRA_FULL_ERROR=1. It offers no other way to get the error. The jobs need the
-    value that the user set, for their logs. Every launcher copies Hydra's JobRuntime to its processes.
-    """
-    JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
-        yield
-
-
-class JobFailures:
-    """Collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
-
-    Hydra stores what a job returns or raises in `JobReturn.return_value`, and raises the error again when the sweep reads it.
-    This property is replaced here, for two reasons. Reading an error also prints "Error executing job with overrides: [...]",
-    beside the one line that the user needs. And a sweep with failed runs would exit with 0 if a signal stops it before it reads
-    them, or if Optuna goes on without them (hydra.sweeper.max_failure_rate). Hydra's callbacks do not serve: `on_job_end` is
-    called in the process of the job, perhaps on another node, and `on_multirun_end` gets no results.
-    """
-
-    def __init__(self):
-        self.errors: list[str] = []
-        self._property = JobReturn.return_value
-
-    def __enter__(self) -> JobFailures:
-        JobReturn.return_value = property(self.read, self.store)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        JobReturn.return_value = self._property
-
-    def store(self, job: JobReturn, value: object) -> None:
-        if isinstance(value, Exception):
-            self.errors.append(str(value))
-        self._property.fset(job, value)
-
-    def read(self, job: JobReturn) -> object:
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                return self._property.fget(job)
-        except Exception as error:  # of a job in another process
-            self.errors.append(str(error))
-            raise
 
 
 def explain_error(error: Exception, config_name: str = "config") -> str | None:

@@ -24,7 +24,8 @@ from configs import jobs
 from configs.arguments import run_command
 from configs.compose import CONFIGS, parse_argument
 from configs.guard import FULL_ERRORS, guard
-from configs.jobs import JobFailures, run_hydra, run_job
+from configs.hydra_errors import JobFailures
+from configs.jobs import run_hydra, run_job
 from configs.schema import Numbers, TrainConfig
 from runtime import machine
 
