@@ -1,33 +1,30 @@
-"""Get the errors of a command and of its jobs out of Hydra, which prints or keeps them itself."""
+"""Get the errors of a command and of its jobs out of Hydra, which would print them itself or lose them."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator
 
 from hydra.core.utils import JobReturn, JobRuntime, env_override
 
-from common.files import REPOSITORY
 from configs.guard import FULL_ERRORS, wants_tracebacks
 
 
 @contextlib.contextmanager
 def raise_errors() -> Iterator[None]:
-    """Let Hydra raise errors in the `with` block, and let the jobs of submitit find our modules from any folder.
+    """Let Hydra raise errors in the `with` block.
 
     Hydra prints an error itself and exits, unless HYDRA_FULL_ERROR=1. It offers no other way to get the error. The jobs need the
     value that the user set, for their logs. Every launcher copies Hydra's JobRuntime to its processes.
     """
     JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+    with env_override({FULL_ERRORS: "1"}):
         yield
 
 
 class JobFailures:
-    """Collects the errors of the jobs that Hydra runs in the `with` block, here or in other processes.
+    """Notes whether a job fails that Hydra runs in the `with` block, here or in another process (`has_failed`).
 
     Hydra stores what a job returns or raises in `JobReturn.return_value`, and raises the error again when the sweep reads it.
     This property is replaced here, for two reasons. Reading an error also prints "Error executing job with overrides: [...]",
@@ -37,7 +34,7 @@ class JobFailures:
     """
 
     def __init__(self):
-        self.errors: list[str] = []
+        self.has_failed = False
         self._property = JobReturn.return_value
 
     def __enter__(self) -> JobFailures:
@@ -49,13 +46,13 @@ class JobFailures:
 
     def store(self, job: JobReturn, value: object) -> None:
         if isinstance(value, Exception):
-            self.errors.append(str(value))
+            self.has_failed = True
         self._property.fset(job, value)
 
     def read(self, job: JobReturn) -> object:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 return self._property.fget(job)
-        except Exception as error:  # of a job in another process
-            self.errors.append(str(error))
+        except Exception:  # a job in another process was not stored here
+            self.has_failed = True
             raise

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobRuntime
+from hydra.core.utils import JobRuntime, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import Diverged, UserError, first_line
+from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_config, quote_letters
 from configs.guard import FULL_ERRORS, guard, leave_processes
@@ -41,15 +42,17 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
         config_name: The name of its file in configs/.
     """
     sys.argv[1:] = map(quote_letters, sys.argv[1:])
+    # The jobs of submitit find our modules in this path, from any folder.
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 
     def run() -> None:
-        with raise_errors(), JobFailures() as failures:
+        with raise_errors(), env_override({"PYTHONPATH": path}), JobFailures() as jobs:
             try:
                 command()
             except SystemExit as stop:  # after a signal
-                if stop.code or not failures.errors:
+                if stop.code or not jobs.has_failed:
                     raise
-            if failures.errors:  # a signal stopped the sweep, or a search went on without the failed runs
+            if jobs.has_failed:  # a signal stopped the sweep, or a search went on without the failed runs
                 sys.exit("error: runs of the sweep failed; their errors are logged above")
 
     guard(run, partial(explain_error, config_name=config_name))
