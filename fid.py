@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from common.errors import UserError
 from configs import jobs
-from configs.schema import FidConfig
+from configs.sampling_schema import FidConfig
 
 
 def main(cfg: FidConfig) -> float | None:

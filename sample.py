@@ -17,7 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from configs import jobs
-from configs.schema import SampleConfig
+from configs.sampling_schema import SampleConfig
 
 
 def main(cfg: SampleConfig) -> None:

@@ -11,6 +11,7 @@ from checkpoints.checkpoint import Checkpoint, find_newest, read_checkpoint, rea
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
+from configs.differences import Change, differences, differences_for
 from routing_module import num_kept_tokens
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
         raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
     reason = "a run with other settings"
     with contextlib.suppress(UserError):  # the file is not a configuration
-        if run.config.exists() and not schema.differences(read_config(run.path), cfg):
+        if run.config.exists() and not differences(read_config(run.path), cfg):
             if (last := run.last_step_if_saved()) is None:
                 return
             reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
@@ -138,9 +139,9 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
-    changed = schema.differences_for(f"init_{cfg.init_state}", stored, cfg)
+    changed = differences_for(f"init_{cfg.init_state}", stored, cfg)
     if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
-        changed.append(schema.Change("model.name", stored.model.name, cfg.model.name))
+        changed.append(Change("model.name", stored.model.name, cfg.model.name))
     if changed:
         remedy = ""
         if any(change.key == "data.scale_factor" for change in changed):
@@ -158,16 +159,16 @@ def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
 def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
     stored = checkpoint.config
-    fixed, changed = schema.differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
+    fixed, changed = differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
     if fixed or (changed and cfg.resume != "changed"):
         problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join(map(str, [*fixed, *changed]))}"
         remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
         raise UserError(f"resume: {problem}. {remedy}")
 
 
-def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[schema.Change]:
+def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[Change]:
     """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
-    changed, lengths = schema.differences_for("resume", stored, cfg, "asks"), (stored.train.num_steps, cfg.train.num_steps)
+    changed, lengths = differences_for("resume", stored, cfg, "asks"), (stored.train.num_steps, cfg.train.num_steps)
     if lengths[0] > lengths[1] or (cfg.train.schedule == "cosine" and lengths[0] != lengths[1]):
-        changed.append(schema.Change("train.num_steps", *lengths))
+        changed.append(Change("train.num_steps", *lengths))
     return changed

@@ -48,7 +48,7 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver("name_of", name_of, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
-# The group sampler of sample.py and fid.py accepts all keys, because they depend on the run. `schema.sampler_of_run` checks them.
+# The group sampler of sample.py and fid.py accepts all keys, because they depend on the run. `sampler_of_run` checks them.
 ConfigStore.instance().store("sampler_of_run", DictConfig({"sampler": DictConfig({}, flags={"struct": False})}))
 
 

@@ -31,7 +31,7 @@ from checkpoints.run import present_starts, read_metrics
 from common.errors import UserError
 from common.files import REPOSITORY, append_line, read_json, read_lines, write_atomically
 from common.types import PositiveInt, Text
-from configs.schema import parse_numbers
+from configs.sampling_schema import FidConfig, parse_numbers
 from evaluations.metrics import standard_error
 from evaluations.record import read_records
 from evaluations.tables import plot
@@ -209,7 +209,7 @@ def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
 
     train_script.main(parse_config(compose_overrides(train), schema.TrainConfig))
     for arguments in evaluations:
-        fid.main(parse_config(compose_overrides(arguments, "fid"), schema.FidConfig))
+        fid.main(parse_config(compose_overrides(arguments, "fid"), FidConfig))
 
 
 def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Recorder) -> None:

@@ -18,7 +18,9 @@ from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resol
 from common.errors import UserError, name_key
 from common.files import REPOSITORY
 from common.images import are_same_colour
-from configs.schema import FidConfig, Machine, SharedEvaluation, differences
+from configs.differences import differences
+from configs.sampling_schema import FidConfig
+from configs.schema import Machine, SharedEvaluation
 from configs.settings import as_list, fill
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, Results

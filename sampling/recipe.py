@@ -20,6 +20,8 @@ from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from configs import schema
+from configs.differences import differences_for
+from configs.sampling_schema import RecipeOverrides, SamplingOverrides, sampler_of_run
 from configs.settings import fill
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
@@ -46,7 +48,7 @@ class Recipe:
 
     run_config: schema.TrainConfig
     sampler: schema.Sampler
-    sampling: schema.SamplingOverrides
+    sampling: SamplingOverrides
     guidance: schema.GuidanceSettings
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
@@ -58,13 +60,13 @@ class Recipe:
         check_guidance(self.guidance, self.run_config, self.sampler, self.weak)
 
     @classmethod
-    def for_checkpoint(cls, checkpoint: Checkpoint, overrides: schema.RecipeOverrides) -> Recipe:
+    def for_checkpoint(cls, checkpoint: Checkpoint, overrides: RecipeOverrides) -> Recipe:
         """Build the recipe for a checkpoint. Keys that are None in `overrides` get the run's values.
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
         run_config, average, ema_hash = checkpoint.config, None, None
-        sampler = schema.sampler_of_run(run_config, overrides.sampler)
+        sampler = sampler_of_run(run_config, overrides.sampler)
         sampling = fill(overrides.sampling, sampling_in_training(run_config))
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
@@ -78,7 +80,7 @@ class Recipe:
     @classmethod
     def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
-        sampling = schema.SamplingOverrides(**sampling_in_training(run_config))
+        sampling = SamplingOverrides(**sampling_in_training(run_config))
         guidance, weak = resolve_guidance(guidance, run_config)
         autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
         return cls(run_config, run_config.sampler, sampling, guidance, weak=weak, autoencoder_hash=autoencoder_hash)
@@ -237,7 +239,7 @@ def resolve_guidance(
     if getattr(settings, "checkpoint", None) is None:
         return settings, None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
-    if changed := schema.differences_for("guidance", weak.config, run_config):
+    if changed := differences_for("guidance", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return settings.model_copy(update={"checkpoint": str(weak.path)}), weak

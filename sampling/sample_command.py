@@ -33,7 +33,9 @@ from common.files import (
 )
 from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
-from configs.schema import ImageSettings, Labels, Machine, SampleConfig, differences, parse_numbers
+from configs.differences import differences
+from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
+from configs.schema import Labels, Machine
 from configs.settings import fill, nearest, read_stored
 from evaluations.images import write_npz
 from runtime.compilation import check_compile_mode

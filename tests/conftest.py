@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.compose import compose_overrides, parse_config
+from configs.sampling_schema import FidConfig, SampleConfig
 from latents.shards import ShardInfo, write_shard
 from runtime import machine
 
@@ -96,7 +97,7 @@ def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classe
 
 def checked(overrides=(), config_name="config"):
     """Return the checked configuration of a command."""
-    settings = {"config": schema.TrainConfig, "sample": schema.SampleConfig, "fid": schema.FidConfig}[config_name]
+    settings = {"config": schema.TrainConfig, "sample": SampleConfig, "fid": FidConfig}[config_name]
     return parse_config(compose_overrides(overrides, config_name), settings)
 
 

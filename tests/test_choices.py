@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 import dit
-from configs import schema
+from configs import sampling_schema, schema
 from configs.compose import compose_overrides
 from configs.settings import GROUPS, Settings
 from evaluations.suite import METRICS
@@ -107,7 +107,8 @@ def test_comments_list_the_choices_that_the_schema_accepts():
     """A key has the same choices in every group, except a solver, which is a sampler's own."""
     diffusions = [resolve_name(name) for name in schema.DIFFUSIONS.values()]
     samplers = [diffusion.Sampler for diffusion in diffusions]
-    groups = [kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, Settings)]
+    kinds = [*vars(schema).values(), *vars(sampling_schema).values()]
+    groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)]
     annotations = [(key, field.annotation) for group in groups for key, field in group.model_fields.items()]
     annotations += [(key, hint) for kind in (*diffusions, *samplers) for key, hint in get_type_hints(kind).items()]
     choices = {}

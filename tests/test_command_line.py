@@ -26,7 +26,8 @@ from configs.compose import CONFIGS, parse_argument
 from configs.guard import FULL_ERRORS, guard
 from configs.hydra_errors import JobFailures
 from configs.jobs import run_hydra, run_job
-from configs.schema import Numbers, TrainConfig
+from configs.sampling_schema import Numbers
+from configs.schema import TrainConfig
 from runtime import machine
 
 

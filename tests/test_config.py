@@ -11,7 +11,8 @@ from checkpoints.checkpoint import Checkpoint
 from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
-from configs.schema import sampler_of_run
+from configs.differences import differences_for
+from configs.sampling_schema import parse_numbers, sampler_of_run
 from configs.settings import Settings, fill, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
@@ -190,7 +191,7 @@ def test_the_defaults_are_the_papers_except_for_the_digits():
     assert (cfg.diffusion.P_mean, cfg.diffusion.P_std, cfg.diffusion.sigma_data) == (-1.2, 1.2, 0.5)
     assert cfg.sampler.num_steps == 40
     dit, tread = (checked([f"model={model}"]) for model in ("dit", "tread"))
-    assert [change.key for change in schema.differences_for("resume", dit, tread)] == ["model.name", "model.routes"]
+    assert [change.key for change in differences_for("resume", dit, tread)] == ["model.name", "model.routes"]
 
 
 def test_every_key_has_a_comment():
@@ -290,13 +291,13 @@ def test_data_are_compared_with_the_configuration(tmp_path):
     ("spec", "numbers"), [("0-3,7", [0, 1, 2, 3, 7]), ("5", [5]), (12, [12]), ([3, "5-6"], [3, 5, 6]), (" 1, 3-4 ", [1, 3, 4])]
 )
 def test_numbers_and_ranges_are_parsed(spec, numbers):
-    assert schema.parse_numbers(spec) == numbers
+    assert parse_numbers(spec) == numbers
 
 
 @pytest.mark.parametrize("spec", ["", "a", "3-", "-3", "1,,2", "1-3,2", "1.5", "2-1-0", "5-2", [0, "9-5"], "0-99999999999"])
 def test_other_lists_are_refused(spec):
     with pytest.raises(ValueError, match="is not a list of at most|repeats a number"):
-        schema.parse_numbers(spec)
+        parse_numbers(spec)
 
 
 def test_a_run_is_named_after_the_settings_that_distinguish_it():

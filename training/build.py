@@ -15,6 +15,7 @@ from common.errors import UserError, name_key
 from common.images import are_same_colour, differing_class
 from common.progress import log_if_slow
 from configs import schema
+from configs.differences import differences
 from configs.settings import fill
 from latents import autoencoders
 from latents.channel_statistics import USUAL_STD, estimate_std
@@ -74,7 +75,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
         "evaluation": {"every": 2 * every if cfg.evaluation.reference or cfg.evaluation.validation else 0},
     }
     filled = cfg.model_copy(update={group: fill(getattr(cfg, group), values) for group, values in rule.items()})
-    if derived := schema.differences(cfg, filled):
+    if derived := differences(cfg, filled):
         log.info("for %d images: %s", num_images, ", ".join(f"{change.key}={change.new}" for change in derived))
     return filled
 

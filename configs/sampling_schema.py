@@ -1,0 +1,193 @@
+"""Configuration schema of sample.py and fid.py, and what they store about their images.
+
+The two commands have the groups sampler, sampling, guidance and machine of train.py, and fid.py also has evaluation. There, a
+key that is null has the run's value. The keys weights and ema_length of sampling are only there. The keys every,
+final_num_samples and validation of evaluation are only in train.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, Field, create_model
+from pydantic.fields import FieldInfo
+
+from common.errors import UserError
+from common.types import AutoencoderSpec, PositiveInt, Text
+from configs.schema import (
+    CheckpointPath,
+    EMALength,
+    Guidances,
+    GuidanceSettings,
+    Labels,
+    Machine,
+    Precision,
+    Rounding,
+    Sampler,
+    Sampling,
+    SharedEvaluation,
+    TrainConfig,
+    Weights,
+    combinations,
+    validate_groups,
+)
+from configs.settings import OneOrMany, Settings, as_list, fill, flatten
+
+MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
+
+
+def parse_numbers(spec: str | int | list) -> list[int]:
+    """Parse numbers and ranges: `[0-3,7]` -> [0, 1, 2, 3, 7]. Raises ValueError for invalid text and for repeated numbers."""
+    numbers: list[int] = []
+    for part in ",".join(map(str, as_list(spec))).split(","):
+        ends = [end.strip() for end in part.split("-")]
+        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or not 0 <= int(ends[-1]) - int(ends[0]) < MAX_NUMBERS:
+            raise ValueError(f"{spec!r:.60} is not a list of at most {MAX_NUMBERS} numbers and ranges such as [0-3,7]")
+        numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(f"{spec!r:.60} is empty or repeats a number")
+    return numbers
+
+
+Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
+# Entries as the user wrote them, which `sampling.sample_command.class_numbers` reads: the number 2 is not the text "2", which may
+# be a name.
+Classes = Annotated[
+    list[int | str], Field(min_length=1), BeforeValidator(lambda spec: [x if type(x) is int else str(x) for x in as_list(spec)])
+]
+
+
+def overrides_of(kind: type[Settings]) -> type[Settings]:
+    """Return a class of settings in which every key of `kind` may also be None, which stands for the run's value."""
+
+    def accept_none(field: FieldInfo) -> Any:
+        checked = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        return checked | None
+
+    fields = {name: (accept_none(field), ...) for name, field in kind.__pydantic_fields__.items()}
+    return create_model(kind.__name__, __base__=kind, **fields)
+
+
+# This is a class and no assignment, because plans are pickled between processes, and pickle finds a class by its module and name.
+class MachineOverrides(overrides_of(Machine)):
+    pass
+
+
+class EvaluationOverrides(overrides_of(SharedEvaluation)):
+    pass
+
+
+class SamplingOverrides(overrides_of(Sampling)):
+    weights: Weights | None
+    ema_length: EMALength | None
+
+
+class RecipeOverrides(NamedTuple):
+    """What a command chooses about its images, one value for each key. A key that is None has the run's value.
+
+    `sampling.recipe.Recipe.for_checkpoint` fills in these values.
+    """
+
+    sampler: dict[str, Any]
+    sampling: SamplingOverrides
+    guidance: GuidanceSettings
+
+
+class _Command(Settings):
+    """The groups that sample.py and fid.py share with train.py."""
+
+    output: Text | None
+    sampler: dict[str, Any]  # `sampler_of_run` checks these keys, because they depend on the run's diffusion
+    machine: MachineOverrides
+
+
+class SampleConfig(_Command):
+    checkpoint: CheckpointPath
+    num_samples: PositiveInt | None
+    seeds: Numbers | None
+    classes: Classes | None
+    npz: bool
+    sampling: SamplingOverrides
+    guidance: GuidanceSettings | None = None
+
+    def recipe_overrides(self, run_config: TrainConfig) -> RecipeOverrides:
+        return RecipeOverrides(self.sampler, self.sampling, self.guidance or run_config.guidance[-1])
+
+
+class ImageSettings(Settings):
+    """The settings.yaml of a folder of images: everything that determines an image except its seed. A new key needs a default."""
+
+    checkpoint: str  # hash of the checkpoint's files
+    weights: Weights
+    ema_length: EMALength | None
+    labels: Labels | None
+    classes: list[int] | None
+    autoencoder: AutoencoderSpec
+    guidance: GuidanceSettings
+    sampler: dict[str, Any]
+    precision: Precision
+    rounding: Rounding
+    autoencoder_hash: str | None = None  # hash of its files if they are local
+
+
+class SamplingSweep(overrides_of(Sampling)):
+    weights: OneOrMany[Weights] | None
+    ema_length: OneOrMany[EMALength] | None
+
+
+class FidConfig(_Command):
+    checkpoint: OneOrMany[Text] | None
+    checkpoints: Text | None
+    images: Text | None
+    convert_to_rgb: bool
+    sampling: SamplingSweep
+    guidance: Guidances | None = None
+    evaluation: EvaluationOverrides
+
+    def all_recipe_overrides(self, run_config: TrainConfig) -> Iterator[RecipeOverrides]:
+        """Yield every combination of the listed sampler settings, weights, lengths and guidances."""
+        weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
+        for chosen, guidance, sampler in itertools.product(
+            weights, self.guidance or run_config.guidance, combinations(self.sampler)
+        ):
+            yield RecipeOverrides(sampler, SamplingOverrides(**dict(self.sampling) | chosen), guidance)
+
+    def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluation:
+        """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
+        of_run = run_config.evaluation
+        values = dict(of_run.at_step(step, run_config.train.num_steps))
+        values["background"] = values["background"] or "white"  # runs of imported weights have none
+        if fill(self.evaluation, values).owners_of_weights != of_run.owners_of_weights:
+            values["detector_weights"] = None  # the run's file belongs to the run's detector
+        return fill(self.evaluation, values)
+
+    def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluation:
+        """Return the group evaluation for `number` images on disk, with the background that they state."""
+        values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
+        return fill(self.evaluation, values)
+
+    def keys_of_sampling(self) -> list[str]:
+        """Return the keys that are set and have no effect on images on disk."""
+        groups = {
+            "sampler": self.sampler,
+            "sampling": self.sampling.model_dump(exclude={"batch_size"}),
+            "guidance": self.guidance,
+            "evaluation": self.evaluation.model_dump(include={"first_seed"}),
+            "machine": self.machine.model_dump(include={"compile"}),
+        }
+        return [key for key, value in flatten(groups).items() if value not in (None, {})]
+
+
+def sampler_of_run(run_config: TrainConfig, given: Mapping[str, Any]) -> Sampler:
+    """Return the sampler of a run with the `given` settings. None stands for the run's value.
+
+    Raises UserError if the sampler of the run's diffusion has no such setting, or does not accept its value.
+    """
+    if unknown := [key for key in given if not hasattr(run_config.sampler, key)]:
+        names = ", ".join(vars(run_config.sampler))
+        owner = f"the sampler of diffusion={run_config.diffusion.name}"
+        raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
+    values = vars(run_config.sampler) | {key: value for key, value in given.items() if value is not None}
+    return validate_groups({"sampler": values}, sampler=type(run_config.sampler)).sampler
