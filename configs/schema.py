@@ -46,6 +46,7 @@ NETWORKS = {
 }
 # Diffusion classes by diffusion.name. Each class has a `Sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
+# The types of two groups, whose classes are imported late. YAML has dictionaries, and `TrainConfig` makes them these objects.
 Diffusion = Any  # an instance of a class in DIFFUSIONS
 Sampler = Any  # an instance of a diffusion's `Sampler`
 
@@ -306,7 +307,7 @@ class TrainConfig(Settings):
     init_state: SameRun[Literal["weights", "all"]]
     model: SameRun[Annotated[Model | SPRINTModel, Field(discriminator="name")]]
     data: Data
-    diffusion: SameRun[Diffusion]
+    diffusion: SameRun[Diffusion]  # see `_build_diffusion_and_sampler`
     alignment: SameState[Alignment]
     train: Train
     checkpoint: ChangesNothing[CheckpointSettings]
@@ -318,20 +319,24 @@ class TrainConfig(Settings):
     machine: Machine
     wandb: ChangesNothing[Wandb]
 
+    # These validators run in this order when all keys are valid, because the modules that they import need torch.
     @model_validator(mode="after")
-    def _import_choices(self) -> TrainConfig:
-        """Validate the backbone, the diffusion and the sampler, whose checks import the chosen modules."""
+    def _check_backbone(self) -> TrainConfig:
         name, known = self.model.backbone, self.model.module.BACKBONES
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
-        if not isinstance(self.diffusion, dict):
-            return self
-        if (name := str(self.diffusion.get("name"))) not in DIFFUSIONS:
+        return self
+
+    @model_validator(mode="after")
+    def _build_diffusion_and_sampler(self) -> TrainConfig:
+        """Replace the dictionaries of both groups by objects, whose classes check the keys."""
+        name = str(self.diffusion.get("name"))
+        if name not in DIFFUSIONS:
             raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
-        kind = resolve_name(DIFFUSIONS[name])
+        diffusion_class = resolve_name(DIFFUSIONS[name])
         groups = {"diffusion": self.diffusion, "sampler": self.sampler}
-        checked = validate_groups(groups, diffusion=kind, sampler=kind.Sampler)
-        return self.model_copy(update={"diffusion": checked.diffusion, "sampler": checked.sampler})
+        built = validate_groups(groups, diffusion=diffusion_class, sampler=diffusion_class.Sampler)
+        return self.model_copy(update=dict(built))
 
     @property
     def num_tokens(self) -> int:
