@@ -132,15 +132,15 @@ def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkp
 def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     """Check that a run can start from the checkpoint that init_from names.
 
-    Both models must use the same module of `schema.NETWORKS`, but their routes may differ. The UserError lists the keys that may
-    not differ. With init_state=all, the checkpoint also needs an optimizer, and the run needs steps that remain.
+    Both models must have the same `module_name`, but their routes may differ. The UserError lists the keys that may not differ.
+    With init_state=all, the checkpoint also needs an optimizer, and the run needs steps that remain.
     """
     stored, step, source = checkpoint.config, checkpoint.step, checkpoint.imported_from
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
     changed = differences_for(f"init_{cfg.init_state}", stored, cfg)
-    if schema.NETWORKS[stored.model.name] != schema.NETWORKS[cfg.model.name]:
+    if stored.model.module_name != cfg.model.module_name:
         changed.append(Change("model.name", stored.model.name, cfg.model.name))
     if changed:
         remedy = ""

@@ -2,7 +2,9 @@
 
 configs/sampling_schema.py has the configurations of sample.py and fid.py, which use the same groups. Each Hydra group has a class
 in this module. configs/*.yaml define the values of new runs and explain every key in a comment. A default in a class is the value
-that runs used before the key existed (see `configs.settings.read_stored`).
+that runs used before the key existed (see `configs.settings.read_stored`). Names of choices also stand in the tables `GUIDANCES`,
+`SELECTIONS` and `OPTIMIZERS`, whose modules import torch, and in configs/*.yaml. tests/test_choices.py holds these lists equal.
+
 Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`, and `cfg.sampler` an
 `edm.EDM.Sampler`. Importing torch takes seconds, so the modules of the chosen network and diffusion are imported only after all
 other keys are validated.
@@ -14,7 +16,7 @@ import itertools
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
@@ -35,15 +37,6 @@ from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat,
 from configs.run_name import run_name
 from configs.settings import OneOrMany, Settings, as_list, flatten, nearest, validate
 
-# Network modules by model.name. A network module defines `build(backbone, **settings)` and BACKBONES, which lists sizes by name.
-NETWORKS = {
-    "dit": "dit",
-    "tread": "dit",
-    "sprint": "extras.sprint",
-    "lightningdit": "extras.lightningdit",
-    "lightningdit_tread": "extras.lightningdit",
-    "lightningdit_sprint": "extras.sprint",
-}
 # Diffusion classes by diffusion.name. Each class has a `Sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
 # The types of two groups, whose classes are imported late. YAML has dictionaries, and `TrainConfig` makes them these objects.
@@ -75,7 +68,10 @@ class RouteSettings(Settings):
 
 
 class Model(Settings):
-    name: Literal["dit", "tread", "lightningdit", "lightningdit_tread"]
+    """Settings of a network whose module defines `build(backbone, **settings)` and BACKBONES, which lists sizes by name."""
+
+    module_name: ClassVar[str] = "dit"
+    name: Literal["dit", "tread"]
     backbone: SameWeights[str]
     routes: list[RouteSettings]
     selection: Literal["uniform", "importance", "grid"]
@@ -87,7 +83,7 @@ class Model(Settings):
     @property
     def module(self) -> ModuleType:
         """Import and return the network's module."""
-        return resolve_name(NETWORKS[self.name])
+        return resolve_name(self.module_name)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -106,9 +102,18 @@ class Model(Settings):
             raise UserError(f"model: {e}") from e
 
 
+class LightningModel(Model):
+    module_name = "extras.lightningdit"
+    name: Literal["lightningdit", "lightningdit_tread"]
+
+
 class SPRINTModel(Model):
+    module_name = "extras.sprint"
     name: Literal["sprint", "lightningdit_sprint"]
     path_drop: Fraction
+
+
+AnyModel = Annotated[Model | LightningModel | SPRINTModel, Field(discriminator="name")]
 
 
 class Data(Settings):
@@ -305,7 +310,7 @@ class TrainConfig(Settings):
     resume: ChangesNothing[Literal["auto", "changed", "never"]]
     init_from: SameRun[Text | None]
     init_state: SameRun[Literal["weights", "all"]]
-    model: SameRun[Annotated[Model | SPRINTModel, Field(discriminator="name")]]
+    model: SameRun[AnyModel]
     data: Data
     diffusion: SameRun[Diffusion]  # see `_build_diffusion_and_sampler`
     alignment: SameState[Alignment]
