@@ -48,8 +48,9 @@ OmegaConf.register_new_resolver(
 OmegaConf.register_new_resolver("name_of", name_of, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
-# The group sampler of sample.py and fid.py accepts all keys, because they depend on the run. `sampler_of_run` checks them.
-ConfigStore.instance().store("sampler_of_run", DictConfig({"sampler": DictConfig({}, flags={"struct": False})}))
+# A default of configs/sampling.yaml. The group sampler accepts any key, which YAML cannot say, because its keys depend on the
+# run's diffusion. `sampling_schema.sampler_of_run` checks them.
+ConfigStore.instance().store("any_sampler_keys", DictConfig({"sampler": DictConfig({}, flags={"struct": False})}))
 
 
 # A quoted string, or in group 1 text outside of quotes up to a character that separates values in Hydra's grammar.
