@@ -45,7 +45,10 @@ def list_images(folder: Path) -> Listing:
     Problems are broken links, links to a folder that contains the link, folders that cannot be read, and images that are pipes or
     devices.
     """
-    images, unread, others, reasons = [], [], Counter(), {}
+    images: list[str] = []
+    unread: list[str] = []
+    others: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
     unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
     for name, entry in walk(folder, reasons):
         suffix = os.path.splitext(name)[1].lower()
@@ -181,7 +184,8 @@ def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     factor = resolution / min(image.size)
     image = image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
-    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+    left = (image.width - resolution) // 2
+    top = (image.height - resolution) // 2
     return np.array(image.crop((left, top, left + resolution, top + resolution)))
 
 
@@ -216,18 +220,25 @@ def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_
     from matplotlib.ft2font import FT2Font
 
     file = os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
-    font, known = ImageFont.truetype(file, 10), FT2Font(file).get_charmap()
+    font = ImageFont.truetype(file, 10)
+    known_letters = FT2Font(file).get_charmap()
+    gap = 4
+    caption_height = 14
     height, width = images[0].shape[:2]
     factor = -(-64 // min(height, width))
-    height, width, gap, caption_height = height * factor, width * factor, 4, 14
+    height *= factor
+    width *= factor
     num_columns = min(num_columns, len(images))
     num_rows = -(-len(images) // num_columns)
     size = num_columns * (width + gap) + gap, num_rows * (height + caption_height + gap) + gap
     grid = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(grid)
     for i, (image, caption) in enumerate(zip(images, captions)):
-        x, y = gap + i % num_columns * (width + gap), gap + i // num_columns * (height + caption_height + gap)
-        text = str(caption) if {*map(ord, str(caption))} <= known.keys() else str(caption).partition(" ")[0]
+        x = gap + i % num_columns * (width + gap)
+        y = gap + i // num_columns * (height + caption_height + gap)
+        text = str(caption)
+        if not {*map(ord, text)} <= known_letters.keys():
+            text = text.partition(" ")[0]
         while draw.textlength(text, font) > width:
             text = text[:-1]
         draw.text((x + 1, y), text, fill="black", font=font)

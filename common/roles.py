@@ -40,7 +40,8 @@ def roles_of(settings: object, group: str = "", role: Role | None = None) -> dic
     """Map the dotted keys of settings, and of the groups in it, to their roles. Raises TypeError for a key without a role."""
     roles = {}
     for name, field in type(settings).__pydantic_fields__.items():
-        key, value = f"{group}{name}", getattr(settings, name)
+        key = f"{group}{name}"
+        value = getattr(settings, name)
         key_role = next((part for part in field.metadata if isinstance(part, Role)), role)
         if hasattr(type(value), "__pydantic_fields__"):
             roles |= roles_of(value, f"{key}.", key_role)

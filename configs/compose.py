@@ -33,7 +33,8 @@ def help_text(config_name: str) -> str:
     files = [file for file in files if file.parent.name != "experiment"]
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
     choices = "== Configuration groups ==\n$APP_CONFIG_GROUPS\n" if config_name == "config" else ""
-    docstring, keys = ((text or "").replace("$", "$$") for text in (sys.modules["__main__"].__doc__, keys))
+    docstring = (sys.modules["__main__"].__doc__ or "").replace("$", "$$")  # Hydra fills in $NAME
+    keys = keys.replace("$", "$$")
     return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
 
 
@@ -42,9 +43,13 @@ def name_of(path: str | None) -> str:
     return os.path.basename(os.path.abspath(path or "custom")).lstrip(".")
 
 
-OmegaConf.register_new_resolver(
-    "backbone", lambda size, _root_: f"{'LightningDiT' if 'lightning' in _root_.model.name else 'DiT'}-{size}", replace=True
-)
+def backbone_of_size(size: str, _root_: DictConfig) -> str:
+    """Return the backbone of this size for the chosen model, such as DiT-B/2. OmegaConf passes the whole configuration."""
+    family = "LightningDiT" if "lightning" in _root_.model.name else "DiT"
+    return f"{family}-{size}"
+
+
+OmegaConf.register_new_resolver("backbone", backbone_of_size, replace=True)
 OmegaConf.register_new_resolver("name_of", name_of, replace=True)
 OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 OmegaConf.register_new_resolver("help_text", help_text, replace=True)
@@ -62,10 +67,11 @@ def quote_letters(argument: str) -> str:
     key, equals, value = argument.partition("=")
 
     def quote(match: re.Match[str]) -> str:
-        head, colon, text = match[0].rpartition(":") if value.startswith("{") else ("", "", match[0])  # a dictionary's key
-        stripped = text.strip()
-        is_readable = match[1] is None or stripped.isascii() or "\\" in stripped
-        return match[0] if is_readable else f"{head}{colon}{text.replace(stripped, f'{chr(34)}{stripped}{chr(34)}')}"
+        start = match[0].rfind(":") + 1 if value.startswith("{") else 0  # after a dictionary's key
+        text = match[0][start:].strip()
+        if match[1] is None or text.isascii() or "\\" in text:
+            return match[0]
+        return match[0][:start] + match[0][start:].replace(text, f'"{text}"')
 
     return argument if argument.isascii() else f"{key}{equals}{_TEXT.sub(quote, value)}"
 
@@ -75,7 +81,8 @@ def parse_argument(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(quote_letters(argument))
     except HydraException as e:
-        raise UserError(explain(e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e)))) from e
+        error = e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e))
+        raise UserError(explain(error)) from e
 
 
 def row_names() -> list[str]:
@@ -103,14 +110,12 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
     if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
         raise UserError(NO_ROW)
     if removed := next((override for override in overrides if override.startswith("~")), None):
-        raise UserError(
-            f"{removed}: every key has a value, so none can be removed; write {removed[1:].partition('=')[0]}=<value>"
-        )
+        key = removed[1:].partition("=")[0]
+        raise UserError(f"{removed}: every key has a value, so none can be removed; write {key}=<value>")
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
-    settings = validate(
-        raw, settings_class, {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
-    )
+    as_typed = {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
+    settings = validate(raw, settings_class, as_typed)
     return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
 
 
@@ -184,7 +189,8 @@ def explain_unknown_key(unknown: str, arguments: Iterable[str], config_name: str
     if methods:
         return f"{unknown} is a key of guidance={' or '.join(methods)}; choose one of them in the command, too"
     known = known_keys(arguments, config_name)
-    return f"{unknown} is not a key{nearest(unknown, [*known, *(key.partition('.')[0] for key in known)])}"
+    groups = [known_key.partition(".")[0] for known_key in known]
+    return f"{unknown} is not a key{nearest(unknown, [*known, *groups])}"
 
 
 def guidance_keys() -> dict[str, list[str]]:

@@ -69,7 +69,8 @@ def explain_error(error: Exception, config_name: str = "config") -> str | None:
 
 def raising_package(error: Exception) -> str:
     """Return the package whose code raised an error. It is never OmegaConf, which works for Hydra or for our code."""
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [module.partition(".")[0] for module in modules]
     return next((package for package in reversed(packages) if package != "omegaconf"), "")
 
 
@@ -79,7 +80,8 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     In a sweep, an error ends only its job (`fail_in_sweep`).
     """
     log_to_stderr()
-    hydra_cfg, arguments = HydraConfig.get(), job_overrides()
+    hydra_cfg = HydraConfig.get()
+    arguments = job_overrides()
     is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
         check_launcher(hydra_cfg, is_sweep)
@@ -125,7 +127,8 @@ def searcher_of(hydra_cfg: DictConfig) -> str | None:
 def log_failure(error: Exception, arguments: Sequence[str]) -> str:
     """Log the error of a job of a sweep, and return the message."""
     text = explain_error(error)
-    failure = f"a run of the sweep failed: {' '.join(arguments)}: {text or f'{type(error).__name__}: {first_line(error)}'}"
+    reason = text or f"{type(error).__name__}: {first_line(error)}"
+    failure = f"a run of the sweep failed: {' '.join(arguments)}: {reason}"
     log.error("%s", failure, exc_info=text is None or JobRuntime.instance().get(FULL_ERRORS))
     return failure
 

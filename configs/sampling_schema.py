@@ -43,7 +43,8 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     numbers: list[int] = []
     for part in ",".join(map(str, as_list(spec))).split(","):
         ends = [end.strip() for end in part.split("-")]
-        if len(ends) > 2 or not all(end.isdecimal() for end in ends) or not 0 <= int(ends[-1]) - int(ends[0]) < MAX_NUMBERS:
+        has_ends = len(ends) <= 2 and all(end.isdecimal() for end in ends)
+        if not has_ends or not 0 <= int(ends[-1]) - int(ends[0]) < MAX_NUMBERS:
             raise ValueError(f"{spec!r:.60} is not a list of at most {MAX_NUMBERS} numbers and ranges such as [0-3,7]")
         numbers.extend(range(int(ends[0]), int(ends[-1]) + 1))
     if not numbers or len(set(numbers)) < len(numbers):
@@ -51,12 +52,14 @@ def parse_numbers(spec: str | int | list) -> list[int]:
     return numbers
 
 
+def list_entries(spec: object) -> list[int | str]:
+    """List numbers and texts as the user wrote them: the number 2 is not the text "2", which may be the name of a class."""
+    return [part if type(part) is int else str(part) for part in as_list(spec)]
+
+
 Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
-# Entries as the user wrote them, which `sampling.sample_command.class_numbers` reads: the number 2 is not the text "2", which may
-# be a name.
-Classes = Annotated[
-    list[int | str], Field(min_length=1), BeforeValidator(lambda spec: [x if type(x) is int else str(x) for x in as_list(spec)])
-]
+# `sampling.sample_command.class_numbers` looks up the entries.
+Classes = Annotated[list[int | str], Field(min_length=1), BeforeValidator(list_entries)]
 
 
 def overrides_of(kind: type[Settings]) -> type[Settings]:

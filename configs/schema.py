@@ -272,7 +272,8 @@ class SharedEvaluation(Settings):
     @property
     def owners_of_weights(self) -> set[str]:
         """The detectors that load `detector_weights`: every small-<set>, or Inception if there is none."""
-        return {name for name in self.all_detectors if name.startswith("small-")} or {"inception"} & {*self.all_detectors}
+        small = {name for name in self.all_detectors if name.startswith("small-")}
+        return small or {"inception"} & {*self.all_detectors}
 
 
 class EvaluationSettings(SharedEvaluation):
@@ -299,7 +300,8 @@ class Wandb(Settings):
 
 def validate_groups(raw: dict, **types: type) -> Settings:
     """Validate groups whose types follow from other keys."""
-    return validate(raw, create_model("Groups", __base__=Settings, **{name: (kind, ...) for name, kind in types.items()}))
+    fields = {name: (kind, ...) for name, kind in types.items()}
+    return validate(raw, create_model("Groups", __base__=Settings, **fields))
 
 
 class TrainConfig(Settings):
@@ -327,7 +329,8 @@ class TrainConfig(Settings):
     # These validators run in this order when all keys are valid, because the modules that they import need torch.
     @model_validator(mode="after")
     def _check_backbone(self) -> TrainConfig:
-        name, known = self.model.backbone, self.model.module.BACKBONES
+        name = self.model.backbone
+        known = self.model.module.BACKBONES
         if name not in known:
             raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
         return self

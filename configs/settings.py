@@ -39,7 +39,8 @@ def as_list(value: T | list[T]) -> list[T]:
 
 def fill(settings: S, values: Mapping[str, object]) -> S:
     """Return settings with the value in `values` for every key that is None."""
-    return settings.model_copy(update={key: values[key] for key, value in settings if value is None and key in values})
+    filled = {key: values[key] for key, value in settings if value is None and key in values}
+    return settings.model_copy(update=filled)
 
 
 def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyType({})) -> T:
@@ -54,7 +55,8 @@ def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyTy
         texts = _texts_for_numbers(e.errors(), raw, typed)
         if not texts:
             known = {**flatten(raw), **kind.__pydantic_fields__}
-            raise UserError("\n".join(dict.fromkeys(_explain(error, raw, known) for error in e.errors()))) from e
+            messages = [_explain(error, raw, known) for error in e.errors()]
+            raise UserError("\n".join(dict.fromkeys(messages))) from e
     return validate(_replace(raw, texts), kind)
 
 
@@ -64,8 +66,9 @@ def _texts_for_numbers(errors: Iterable[dict], raw: dict, typed: Mapping[str, st
     For name=2024_11_25, the text is what the user typed, because Hydra's number is 20241125. For name=${seed}, it is the number
     that the interpolation gave.
     """
-    numbers = {key: error["input"] for error in errors if _is_number_for_text(error) and (key := _find(error, raw)) in typed}
-    return {key: str(number) if has_interpolation(typed[key]) else typed[key] for key, number in numbers.items()}
+    numbers = {_find(error, raw): error["input"] for error in errors if _is_number_for_text(error)}
+    typed_numbers = {key: number for key, number in numbers.items() if key in typed}
+    return {key: str(number) if has_interpolation(typed[key]) else typed[key] for key, number in typed_numbers.items()}
 
 
 def has_interpolation(typed: str) -> bool:
@@ -83,7 +86,8 @@ def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
 
 def _find(error: dict, raw: dict) -> str:
     """Return the dotted key of pydantic's error. Union branches, which pydantic adds to the key's path, are omitted."""
-    path, value = [], raw
+    path: list[str] = []
+    value = raw
     for part in error["loc"]:
         if isinstance(value, dict) and part in value:
             path.append(str(part))
@@ -119,7 +123,8 @@ def read_stored(raw: dict, kind: type[S], source: object) -> S:
     A key that the file lacks was added later. It gets the default in `kind`, which is the value that the code used before. A key
     in `kind.removed_keys` is accepted with the value there. The UserError names all unknown, missing and wrong keys in one line.
     """
-    raw, problems = deepcopy(raw), []
+    raw = deepcopy(raw)
+    problems: list[str] = []
     for key, value in kind.removed_keys.items():
         *groups, name = key.split(".")
         group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
