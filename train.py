@@ -41,7 +41,8 @@ def main(cfg: TrainConfig) -> float | None:
     from training import build, saving, tracking
     from training.hooks import lowest_metric
     from training.parallel import check_processes
-    from training.start import begin_run, plan_training
+    from training.plan import plan_training
+    from training.start import begin_run
     from training.stop import call_previous_handler, wait_to_be_killed
     from training.trainer import Trainer
 

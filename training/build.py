@@ -26,7 +26,7 @@ from sampling.recipe import compile_mode_for
 from sampling.sampler import ImageSampler
 from training import hooks, saving
 from training.ema import EMA
-from training.start import TrainPlan
+from training.plan import TrainPlan
 from training.trainer import Hook
 from training.validation import ValidationLoss
 

@@ -1,0 +1,86 @@
+"""Decide with which checkpoints and recipes a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpoints.checkpoint import Checkpoint, read_class_names
+from checkpoints.run import RunFolder
+from checkpoints.start_checkpoint import lock_run_and_find_checkpoint, select_initial_checkpoint
+from configs.schema import TrainConfig
+from evaluations.images import ImageSet
+from latents.dataset import LatentDataset
+from runtime.processes import SeenFile, see_file
+from sampling.evaluator import open_reference
+from sampling.recipe import Recipe, see_weak_checkpoints
+from sampling.score import scoring_settings
+from training import tracking
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """With what a run starts. The main process decides it for all processes.
+
+    Attributes:
+        newest: Checkpoint from which the run resumes, or None if it starts at its first step.
+        initial: Checkpoint of init_from with which the run begins, or None.
+        initial_classes: Names of the classes of `initial`, or None if they are unknown.
+        grid: Recipe of the sample grids, or None without grids.
+        evaluation_recipes: Recipe for each guidance whose samples are scored.
+        reference: Images with which these samples are compared, or None.
+        scoring: What the scores depend on besides the samples (`scoring_settings`).
+    """
+
+    newest: Checkpoint | None
+    initial: Checkpoint | None
+    initial_classes: list[str] | None
+    grid: Recipe | None
+    evaluation_recipes: list[Recipe]
+    reference: ImageSet | None
+    scoring: dict[str, object]
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
+
+    def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[SeenFile]:
+        """Return what this process sees of the files that all processes read."""
+        files = {"output_dir": self.newest, "init_from": self.initial}
+        seen = [see_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
+        seen += see_weak_checkpoints(self.recipes)
+        data = {"data.path": dataset, "evaluation.validation": validation}
+        seen += [SeenFile(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
+        reference = self.reference
+        return seen + (
+            [SeenFile("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else []
+        )
+
+
+def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
+    """Find the checkpoints with which a run starts, and check all that can be checked before slow work.
+
+    Lock the folder of a run that exists, and rename its damaged checkpoints.
+    """
+    tracking.check_login(cfg.wandb.mode)
+    initial = select_initial_checkpoint(run, cfg)
+    newest = lock_run_and_find_checkpoint(run, cfg)
+    tracking.check_folder(run, cfg.wandb.mode)
+    settings, evaluated, reference, scoring = cfg.evaluation, [], None, {}
+    if settings.every:
+        run.results.ensure_writable()
+    grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
+    if settings.every and not (settings.validation and settings.reference is None):
+        for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
+            # For example, intervals have no effect at cfg_scale=1.
+            if all(recipe.result_settings() != other.result_settings() for other in evaluated):
+                evaluated.append(recipe)
+        reference = open_reference(
+            settings.reference,
+            "evaluation.reference",
+            settings.all_detectors,
+            resolution=cfg.data.resolution,
+            background=settings.background,
+            encoded_with=dataset.encode_settings,
+        )
+        scoring = scoring_settings(settings, reference)
+    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)
