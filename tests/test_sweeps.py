@@ -7,15 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import psutil
+import pytest
 from conftest import TINY, checked, evaluated, forget_accelerate, metrics, wait_for
-from forked import Command, fork_children, launch, run
+from forked import Command, at_operation, fork_children, launch, run, send
 
 import train as script
 from checkpoints import store
 from common.files import REPOSITORY
 from runtime import machine
+from training.saving import CheckpointHook
 
 
 def runs_of(folder):
@@ -116,6 +119,38 @@ def test_a_job_of_two_tasks_is_one_run_that_submitit_requeues_after_its_signal(t
     starts = [json.loads(line) for line in (run_folder / "starts.jsonl").read_text().splitlines()]
     assert len(starts) == 2 and 0 == starts[0]["step"] < starts[1]["step"] < 80
     assert list(store.list_steps(run_folder / "checkpoints"))[-1] == 80 and "batch 4, adamw, lr 0.002 (constant), 2 x cpu" in logs
+
+
+@pytest.mark.parametrize(("signum", "codes"), [(signal.SIGTERM, [0]), (signal.SIGINT, [130, 0])])
+def test_a_signal_to_one_process_during_the_last_save_of_a_run_ends_the_sweep_of_all(signum, codes, tmp_path):
+    arguments = ["train.py", "-m", *TINY, "name=s${seed}", "output_dir=runs", "seed=0,1", "train.num_steps=2"]
+    while_saving = partial(at_operation, partial(send, signum), "fsync runs/s0/checkpoints/.*optimizer.pt")
+    if len(codes) == 1:
+        outcomes = [run(tmp_path, arguments, while_saving)]
+    else:
+        outcomes = launch(tmp_path, arguments, len(codes), {0: while_saving})
+    assert [outcome.code for outcome in outcomes] == codes and outcomes[0].happened(), outcomes
+    assert runs_of(tmp_path / "runs") == ["s0"] and list(store.list_steps(tmp_path / "runs" / "s0" / "checkpoints")) == [2]
+    assert "this run is complete at step 2; a signal ends the command" in outcomes[0].output, outcomes[0].output
+
+
+def test_a_complete_run_in_a_job_of_submitit_returns_its_metric_after_a_signal(monkeypatch, tmp_path):
+    finish = CheckpointHook.finish
+    monkeypatch.setattr(CheckpointHook, "finish", lambda *arguments: send(signal.SIGINT) or finish(*arguments))
+    monkeypatch.setattr(machine, "prepare_job", lambda: None)
+    evaluation = ["evaluation.every=2", "evaluation.num_samples=20", "sampler.num_steps=2", "train.num_steps=2"]
+    for name, executor in (("job", "local"), ("own", None)):
+        if executor is None:
+            monkeypatch.delenv("SUBMITIT_EXECUTOR")
+        else:
+            monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+        forget_accelerate()
+        cfg = checked([*TINY, f"name={name}", f"output_dir={tmp_path}", *evaluation])
+        if executor is None:
+            with pytest.raises(SystemExit, match="^130$"):
+                script.main(cfg)
+        else:
+            assert script.main(cfg) > 0
 
 
 def test_launchers_that_start_processes_are_not_combined_with_accelerate(tmp_path):

@@ -109,6 +109,7 @@ class Trainer:
         train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         bar: The progress bar, during training.
+        is_signalled: Whether any process received a signal during training. It is equal on all processes.
         stopped_by: Number of the first signal that this process received during training, or None.
     """
 
@@ -142,6 +143,7 @@ class Trainer:
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.train_sec = 0.0
         self.stop: StopSignal | None = None
+        self.is_signalled = False
         self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
@@ -241,6 +243,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.finish(self)
             self.stop.finish()
+            self.is_signalled = self.stop.poll_now()  # also by a signal during the last save
             self.stopped_by = self.stop.signum
         self.stop = None  # free the process group here, because garbage collection may run in another thread
         return is_complete
