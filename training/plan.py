@@ -65,22 +65,41 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     initial = select_initial_checkpoint(run, cfg)
     newest = lock_run_and_find_checkpoint(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
-    settings, evaluated, reference, scoring = cfg.evaluation, [], None, {}
-    if settings.every:
+    if cfg.evaluation.every:
         run.results.ensure_writable()
-    grid = Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
-    if settings.every and not (settings.validation and settings.reference is None):
-        for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
-            # For example, intervals have no effect at cfg_scale=1.
-            if all(recipe.result_settings() != other.result_settings() for other in evaluated):
-                evaluated.append(recipe)
-        reference = open_reference(
-            settings.reference,
-            "evaluation.reference",
-            settings.all_detectors,
-            resolution=cfg.data.resolution,
-            background=settings.background,
-            encoded_with=dataset.encode_settings,
-        )
-        scoring = scoring_settings(settings, reference)
-    return TrainPlan(newest, initial, initial and read_class_names(initial), grid, evaluated, reference, scoring)
+    grid = plan_grid(cfg)
+    evaluation_recipes = plan_evaluation_recipes(cfg)
+    reference, scoring = plan_scoring(cfg, dataset) if evaluation_recipes else (None, {})
+    initial_classes = initial and read_class_names(initial)
+    return TrainPlan(newest, initial, initial_classes, grid, evaluation_recipes, reference, scoring)
+
+
+def plan_grid(cfg: TrainConfig) -> Recipe | None:
+    return Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
+
+
+def plan_evaluation_recipes(cfg: TrainConfig) -> list[Recipe]:
+    """Return a recipe for each guidance with other samples. There is none if only the validation loss is measured."""
+    evaluation = cfg.evaluation
+    if not evaluation.every or (evaluation.validation and evaluation.reference is None):
+        return []
+    recipes: list[Recipe] = []
+    for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
+        # For example, intervals have no effect at cfg_scale=1.
+        if all(recipe.result_settings() != other.result_settings() for other in recipes):
+            recipes.append(recipe)
+    return recipes
+
+
+def plan_scoring(cfg: TrainConfig, dataset: LatentDataset) -> tuple[ImageSet, dict[str, object]]:
+    """Open the reference. Return it, and what the scores depend on besides the samples."""
+    evaluation = cfg.evaluation
+    reference = open_reference(
+        evaluation.reference,
+        "evaluation.reference",
+        evaluation.all_detectors,
+        resolution=cfg.data.resolution,
+        background=evaluation.background,
+        encoded_with=dataset.encode_settings,
+    )
+    return reference, scoring_settings(evaluation, reference)
