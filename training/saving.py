@@ -33,7 +33,7 @@ class TrainerState(Settings):
 
     data: str  # hash of the training latents and labels
     ema_num_updates: int
-    loss_sums: list[float]  # one sum for each of `Trainer.modules`
+    loss_sums: list[float]  # one sum for each of `Trainer.loss_names`
     loss_count: int
     bin_sums: list[list[float]]  # summed over all processes
     encoder_hash: str | None  # hash of the alignment encoder's weights

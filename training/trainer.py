@@ -103,8 +103,8 @@ class Trainer:
         image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
         micro_batch_slices: Slices of the global batch, one for each micro-batch of this process.
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
-        loss_sums: Sums of the diffusion loss and, with alignment, the alignment loss since `last_logged_step`. They remain on the
-            device, so no training step waits for the device.
+        loss_names: Names of the losses in metrics lines: of the diffusion loss and, with alignment, the alignment loss.
+        loss_sums: Sums of these losses since `last_logged_step`. They remain on the device, so no training step waits for it.
         bin_sums: Sums and counts of the diffusion loss by noise level bin (`sums_by_bin`), also on the device.
         train_sec: Training time since `last_logged_step`, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
@@ -139,7 +139,8 @@ class Trainer:
         if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.last_logged_step = self.image_offset = 0
-        self.loss_sums = torch.zeros(len(self.modules), device=self.device)
+        self.loss_names = ["loss"] if alignment is None else ["loss", "alignment_loss"]
+        self.loss_sums = torch.zeros(len(self.loss_names), device=self.device)
         self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
         self.train_sec = 0.0
         self.stop: StopSignal | None = None
@@ -163,7 +164,8 @@ class Trainer:
             micro_batches: (stored latents, labels) for each of `self.micro_batch_slices`. With alignment, each tuple also has
                 images.
         """
-        cfg, compute_gradients = self.cfg, self.graph or self.compute_gradients
+        cfg = self.cfg
+        compute_gradients = self.graph or self.compute_gradients  # the graph replays the same function
         losses_of_step = torch.zeros_like(self.loss_sums)
         for m, (rows, micro_batch) in enumerate(zip(self.micro_batch_slices, micro_batches)):
             is_last = m == len(self.micro_batch_slices) - 1  # DDP averages the gradients over processes in the last backward
@@ -178,25 +180,29 @@ class Trainer:
             self.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
             hook.measure(self)
-        if cfg.train.grad_clip_norm is not None:
-            self.accelerator.clip_grad_norm_(self.parameters.values(), cfg.train.grad_clip_norm)
+        self._update_weights()
+        self.loss_sums += losses_of_step
+        self.step += 1
+
+    def _update_weights(self) -> None:
+        """Clip the gradients, step the optimizers with the learning rate of this step, remove the gradients, update the EMA."""
+        train = self.cfg.train
+        if train.grad_clip_norm is not None:
+            self.accelerator.clip_grad_norm_(self.parameters.values(), train.grad_clip_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(cfg.train, self.step)
+                group["lr"] = learning_rate(train, self.step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.step)
-
-        self.loss_sums += losses_of_step
-        self.step += 1
 
     def compute_gradients(
         self, random_for: Callable[[str], SampleRandom], stored: Tensor, labels: Tensor, patches: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Add the gradients of a micro-batch to those of the parameters. Return its losses and bin sums without gradients.
 
-        The losses, [len(self.modules)], are the diffusion loss and, with alignment, the alignment loss. Their sum, averaged over
-        micro-batches, is minimised. The bin sums are those of the diffusion loss (`sums_by_bin`).
+        The losses are those of `loss_names`, [len(self.loss_names)]. Their sum, averaged over micro-batches, is minimised. The
+        bin sums are those of the diffusion loss (`sums_by_bin`).
 
         Args:
             random_for: Function that returns the random numbers of a stream for this micro-batch.
@@ -286,7 +292,7 @@ class Trainer:
         images = self.step * batch_size + self.image_offset
         record = {
             "step": self.step,
-            **dict(zip(("loss", "alignment_loss"), losses)),
+            **dict(zip(self.loss_names, losses)),
             "loss_by_level": means_by_bin(self.bin_sums),
             "lr": self.optimizers[0].param_groups[0]["lr"],
             "steps_per_sec": steps_per_sec,
