@@ -40,6 +40,7 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
     from training import build, saving, tracking
+    from training.data import open_data, open_validation
     from training.hooks import lowest_metric
     from training.parallel import check_processes
     from training.plan import plan_training
@@ -50,13 +51,13 @@ def main(cfg: TrainConfig) -> float | None:
     # Check the configuration, the data and the checkpoints before any slow work.
     if cfg.diffusion.name == "ddpm":
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
-    cfg, dataset = build.open_data(cfg)
+    cfg, dataset = open_data(cfg)
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
     train, machine = cfg.train, cfg.machine
     accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)
     check_processes(train, accelerator.num_processes)
     check_machine(cfg, accelerator.device, accelerator.num_processes)
-    validation = build.open_validation(cfg, dataset)
+    validation = open_validation(cfg, dataset)
     run = RunFolder(cfg.output_dir, cfg.name)
     plan = processes.on_main(partial(plan_training, cfg, run, dataset))
     processes.check_same(partial(plan.seen, dataset, validation))

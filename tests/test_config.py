@@ -18,7 +18,7 @@ from configs.settings import Settings, fill, flatten, read_stored
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
-from training import build
+from training.data import open_data
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -34,7 +34,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
         make_shard(tmp_path / "x.safetensors", size=64 if data == "imagenet512" else 32, num_items=2, **SD)
         overrides.append(f"data.path={tmp_path}")
     given = checked(overrides)
-    cfg, dataset = build.open_data(given)
+    cfg, dataset = open_data(given)
     with torch.device("meta"):
         net = cfg.model.build(cfg.data)
     assert len(net.router.routes) == len(cfg.model.routes) and (model in ("dit", "lightningdit")) == (not cfg.model.routes)
@@ -279,7 +279,7 @@ def test_one_error_names_all_wrong_keys():
 def test_data_are_compared_with_the_configuration(tmp_path):
     make_shard(tmp_path / "x.safetensors", channels=6, size=4, num_classes=7, num_items=2)
     anything = [f"data.path={tmp_path}", "data.in_channels=null", "data.input_size=null", "data.num_classes=null"]
-    cfg, _ = build.open_data(checked(anything))
+    cfg, _ = open_data(checked(anything))
     assert (cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes) == (6, 4, 7)
     for override, words in (
         ("data.path=null", "data.path is not set"),
@@ -287,7 +287,7 @@ def test_data_are_compared_with_the_configuration(tmp_path):
         ("data.input_size=32", "data.input_size=32, but .* 4"),
     ):
         with pytest.raises(UserError, match=words):
-            build.open_data(checked([*anything, override]))
+            open_data(checked([*anything, override]))
 
 
 @pytest.mark.parametrize(

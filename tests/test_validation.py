@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.randomness import derive_seed
 from edm import EDM
 from latents.dataset import LatentDataset
-from training import build
+from training.data import open_validation
 
 CPU = torch.device("cpu")
 KEYS = ["sample_grid.every=0", "evaluation.every=3", "evaluation.reference=null", "train.lr=1e-2", "checkpoint.every=3"]
@@ -110,9 +110,9 @@ def test_latents_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
     first, second = (LatentDataset(tmp_path / "other") for _ in range(2))
     first.class_names, second.class_names = ["cat", "dog"], ["dog", "fox"]
-    monkeypatch.setattr(build, "LatentDataset", lambda path: second)
+    monkeypatch.setattr("training.data.LatentDataset", lambda path: second)
     with pytest.raises(UserError, match="class_names is .'dog', 'fox'., but .'cat', 'dog'."):
-        build.open_validation(checked([*KEYS, f"evaluation.validation={tmp_path / 'other'}"]), first)
+        open_validation(checked([*KEYS, f"evaluation.validation={tmp_path / 'other'}"]), first)
 
 
 def test_another_background_and_training_latents_are_said(tmp_path, caplog):
@@ -127,7 +127,7 @@ def test_another_background_and_training_latents_are_said(tmp_path, caplog):
 
     def open_with(validation, training="white"):
         keys = ["data=custom", f"data.path={tmp_path / training}", f"evaluation.validation={tmp_path / validation}"]
-        return build.open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(tmp_path / training))
+        return open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(tmp_path / training))
 
     with pytest.raises(
         UserError, match="evaluation.validation=.*black: it was encoded with background=black, but data.path=.*=white"
@@ -155,22 +155,22 @@ def test_training_and_validation_parts_share_no_image_and_together_hold_all(tmp_
         folders[part] = encode(images, tmp_path / part, "identity", "resolution=8", "dtype=float32", f"part={part}", *settings)
         return LatentDataset(folders[part])
 
-    def open_validation():
+    def open_parts():
         keys = ["data=custom", f"data.path={folders['train']}", f"evaluation.validation={folders['validation']}"]
-        return build.open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(folders["train"]))
+        return open_validation(checked([*KEYS, *keys, "model.backbone=DiT-XS/2"]), LatentDataset(folders["train"]))
 
     train, validation, everything = (encode_part(part) for part in ("train", "validation", "all"))
     assert 0 < len(validation) < 20 and not set(train.image_hashes) & set(validation.image_hashes)
     assert sorted([*train.image_hashes, *validation.image_hashes]) == sorted(everything.image_hashes)
     assert train.info.num_classes == validation.info.num_classes == 2
-    assert open_validation() is not None and not [line for line in caplog.messages if "training" in line]
+    assert open_parts() is not None and not [line for line in caplog.messages if "training" in line]
     # Other images do not move an image to the other part.
     (images / "class_0" / "00.png").unlink()
     shutil.rmtree(folders["validation"])
-    assert set(encode_part("validation").image_hashes) == set(validation.image_hashes) and open_validation() is not None
+    assert set(encode_part("validation").image_hashes) == set(validation.image_hashes) and open_parts() is not None
     assert not [line for line in caplog.messages if "training" in line]
     folders["validation"] = folders["all"]
-    assert open_validation() is not None
+    assert open_parts() is not None
     assert f"of the 60 images of {folders['all']} are also in data.path=" in caplog.messages[-1]
     for file in sorted(images.rglob("*.png"))[1:]:
         if file.name != "01.png":
