@@ -66,8 +66,8 @@ def main(cfg: TrainConfig) -> float | None:
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
     ema = build.build_ema(train, net)
-    samplers = build.prepare_sampling(cfg, plan, ema, run, accelerator)
-    hooks = build.build_hooks(cfg, plan, samplers, run, validation)
+    sampling_parts = build.prepare_sampling(cfg, plan, ema, run, accelerator)
+    hooks = build.build_hooks(cfg, plan, sampling_parts, run, validation)
     alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
 
@@ -75,7 +75,7 @@ def main(cfg: TrainConfig) -> float | None:
     if plan.newest is not None:
         saving.restore(trainer, plan.newest)
     elif plan.initial is not None:
-        saving.start_from(trainer, plan.initial, cfg.init_state, plan.initial_classes)
+        saving.load_initial(trainer, plan.initial, cfg.init_state, plan.initial_classes)
     processes.on_main(partial(begin_run, trainer, run, plan))
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:

@@ -92,8 +92,8 @@ class RunFolder:
             return
         for folder in (self.checkpoints, self.samples, self.snapshots, self.wandb):
             refuse_link(folder)
-        if self.path.is_dir() and not self._is_run() and (others := [*self._others()]):
-            reason = f"{self.path} holds {others[0].name} and was not made by train.py"
+        if self.path.is_dir() and not self._is_run() and (foreign := [*self._foreign_paths()]):
+            reason = f"{self.path} holds {foreign[0].name} and was not made by train.py"
             raise UserError(f"{reason}; choose another name=... or output_dir=...")
         self._lock = lock_file(self.lock_path, "training in", "name")
         for folder in (self.checkpoints, self.samples):
@@ -109,7 +109,7 @@ class RunFolder:
             return {"data", "model", "diffusion", "train", "checkpoint"} <= read_yaml(self.config).keys()
         return False
 
-    def _others(self) -> Iterator[Path]:
+    def _foreign_paths(self) -> Iterator[Path]:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())

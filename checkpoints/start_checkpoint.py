@@ -27,7 +27,7 @@ def lock_run_and_find_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Che
     newest = None
     if run.path.exists():
         run.open()
-        newest = select_resume_checkpoint(run, cfg)
+        newest = find_newest_and_rename_damaged(run, cfg)
     if newest is None:
         check_routes(cfg)
     else:
@@ -82,7 +82,7 @@ def peek_newest(source: Path) -> Checkpoint | None:
     return None
 
 
-def select_resume_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
+def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other

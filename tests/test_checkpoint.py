@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
-from checkpoints.start_checkpoint import select_initial_checkpoint, select_resume_checkpoint
+from checkpoints.start_checkpoint import find_newest_and_rename_damaged, select_initial_checkpoint
 from common.errors import UserError
 from common.files import append_line
 
@@ -38,7 +38,7 @@ def save(root, *steps, keep_last=10, keep_every=0):
 
 
 def path_to_resume(run):
-    return select_resume_checkpoint(run, CONFIG).path
+    return find_newest_and_rename_damaged(run, CONFIG).path
 
 
 def path_to_start(run, folder, init_state):
@@ -139,14 +139,14 @@ def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(tmp_path, monkeypat
     with pytest.raises(
         UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020.*: Permission denied"
     ):
-        select_resume_checkpoint(run, CONFIG)
+        find_newest_and_rename_damaged(run, CONFIG)
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))
     with pytest.raises(UserError, match="does not silently start over.*name="):
-        select_resume_checkpoint(run, CONFIG)
+        find_newest_and_rename_damaged(run, CONFIG)
     assert names(run.checkpoints) == ["step_0000010"]
 
 
@@ -155,7 +155,7 @@ def test_a_start_fails_if_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
     with pytest.raises(UserError, match=f"{run.checkpoints} cannot be read: .*Permission denied"):
-        select_resume_checkpoint(run, CONFIG)
+        find_newest_and_rename_damaged(run, CONFIG)
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path):
@@ -219,7 +219,7 @@ def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path,
     with pytest.raises(UserError, match="model.safetensors is missing"):
         resolve_checkpoint(folder, "checkpoint", raw)
     with pytest.raises(UserError, match="no checkpoint .* is intact.*(optimizer.pt|model.safetensors) is missing"):
-        select_resume_checkpoint(RunFolder(tmp_path, "run"), CONFIG)
+        find_newest_and_rename_damaged(RunFolder(tmp_path, "run"), CONFIG)
     run = RunFolder(tmp_path, "new")
     assert path_to_start(run, folder, "weights") == folder
     assert "the raw weights also start from the EMA" in caplog.text
@@ -270,14 +270,14 @@ def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_lin
 
 def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
-    assert select_resume_checkpoint(run, CONFIG) is select_resume_checkpoint(run, checked(["resume=never"])) is None
+    assert find_newest_and_rename_damaged(run, CONFIG) is find_newest_and_rename_damaged(run, checked(["resume=never"])) is None
     save(run.checkpoints, 10, 20)
     assert path_to_resume(run) == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
-        select_resume_checkpoint(run, checked(["resume=never"]))
+        find_newest_and_rename_damaged(run, checked(["resume=never"]))
     store.save(run.checkpoints, *make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
-        select_resume_checkpoint(run, CONFIG)
+        find_newest_and_rename_damaged(run, CONFIG)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

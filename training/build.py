@@ -68,7 +68,7 @@ def prepare_sampling(
 
 
 def build_hooks(
-    cfg: schema.TrainConfig, plan: TrainPlan, samplers: SamplingParts, run: RunFolder, validation: LatentDataset | None
+    cfg: schema.TrainConfig, plan: TrainPlan, sampling_parts: SamplingParts, run: RunFolder, validation: LatentDataset | None
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
@@ -77,10 +77,10 @@ def build_hooks(
         from extras import tracked_ema  # imported only for train.ema_lengths
 
         active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
-    if samplers.grid:
-        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, samplers.grid))
-    for recipe, sampler in zip(plan.evaluation_recipes, samplers.evaluation_samplers):
-        hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, samplers.evaluator, recipe, sampler, plan.scoring)
+    if sampling_parts.grid:
+        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampling_parts.grid))
+    for recipe, sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_samplers):
+        hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, sampler, plan.scoring)
         active.append(hook)
     if validation:
         active.append(ValidationLoss(run.results, cfg.evaluation.every, validation))

@@ -79,7 +79,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     with name_key("evaluation.validation"):
         validation = LatentDataset(cfg.evaluation.validation)
     check_same_latents(validation, dataset)
-    compare_backgrounds(validation, dataset)
+    check_same_background(validation, dataset)
     warn_of_overlap(validation, dataset)
     validation.info = dataset.info  # normalize the validation latents with the statistics of the training latents
     return validation
@@ -99,7 +99,7 @@ def check_same_latents(validation: LatentDataset, dataset: LatentDataset) -> Non
             raise UserError(f"evaluation.validation={validation.path}: {key} is {here}, but {there} in data.path={dataset.path}")
 
 
-def compare_backgrounds(validation: LatentDataset, dataset: LatentDataset) -> None:
+def check_same_background(validation: LatentDataset, dataset: LatentDataset) -> None:
     """Raise UserError if the two folders were encoded with different backgrounds. Warn if only one of them says which."""
     here, there = (data.encode_settings.get("background") for data in (validation, dataset))
     if here and there and not are_same_colour(here, there):

@@ -23,7 +23,9 @@ def check_processes(train: Train, num_processes: int) -> None:
         raise UserError(f"train.batch_size={train.batch_size} is not divisible by {divisor}")
 
 
-def prepare(accelerator: Accelerator, cfg: TrainConfig, modules: Sequence[nn.Module], ema_net: nn.Module) -> list[nn.Module]:
+def prepare_modules(
+    accelerator: Accelerator, cfg: TrainConfig, modules: Sequence[nn.Module], ema_net: nn.Module
+) -> list[nn.Module]:
     """Move the modules to the device, set up block compilation and activation checkpointing, and wrap the modules in DDP.
 
     Args:

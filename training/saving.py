@@ -141,7 +141,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         log.warning(message, checkpoint.step, now, before)
 
 
-def start_from(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
+def load_initial(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
     """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step.
 
     `class_names` are the names of the classes of the other run, or None if they are unknown.

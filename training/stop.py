@@ -88,17 +88,17 @@ class StopSignal:
         is_signalled = self.signum is not None
         if self._group is None:
             return is_signalled
-        answer = self.finish()
+        answer = self.wait_for_answer()
         flag = torch.tensor([int(is_signalled)])
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
     def poll_now(self) -> bool:
         """Wait for all processes and return the answer without the delay of `poll`. Hooks call it before each batch."""
-        return self.poll() or self.finish()
+        return self.poll() or self.wait_for_answer()
 
-    def finish(self) -> bool:
-        """Wait for the previous step's all-reduce and return the result. Every process must call `finish` after the last step.
+    def wait_for_answer(self) -> bool:
+        """Wait for the previous step's all-reduce and return the result. Every process must call this method after the last step.
 
         Raises:
             UserError: If another process exited or did not call `poll` within STOP_TIMEOUT.

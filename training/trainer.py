@@ -24,7 +24,7 @@ from latents.shards import latents_for_network
 from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
 from training.optimizers import OPTIMIZERS
-from training.parallel import prepare
+from training.parallel import prepare_modules
 from training.step_graph import StepGraph
 from training.stop import StopSignal
 
@@ -126,7 +126,7 @@ class Trainer:
         self.accelerator, self.cfg, self.net, self.ema, self.dataset = accelerator, cfg, net.train(), ema, dataset
         self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
         self.modules = [net] if alignment is None else [net, alignment.projector]
-        self.wrapped = prepare(accelerator, cfg, self.modules, ema.net)
+        self.wrapped = prepare_modules(accelerator, cfg, self.modules, ema.net)
         self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
         optimizers = OPTIMIZERS[cfg.train.optimizer](cfg.train, self.parameters)
         self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
@@ -248,7 +248,7 @@ class Trainer:
                 is_complete = True
             for hook in self.hooks:
                 hook.finish(self)
-            self.stop.finish()
+            self.stop.wait_for_answer()
             self.is_signalled = self.stop.poll_now()  # also by a signal during the last save
             self.stopped_by = self.stop.signum
         self.stop = None  # free the process group here, because garbage collection may run in another thread
