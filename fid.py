@@ -40,7 +40,7 @@ def main(cfg: FidConfig) -> float | None:
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     plan = on_main(partial(plan_evaluations, cfg, accelerator.device))
-    check_same(partial(plan.seen, cfg))
+    check_same(partial(plan.files_seen, cfg))
     use_machine(plan.machine, accelerator.device)
     evaluate_points(plan, accelerator)
     return on_main(partial(write_results, plan))

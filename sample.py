@@ -29,7 +29,7 @@ def main(cfg: SampleConfig) -> None:
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     with contextlib.ExitStack() as stack:  # the main process locks the output folder
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
-        check_same(plan.seen)
+        check_same(plan.files_seen)
         check_new_file("output", plan.output / SETTINGS)
         use_machine(plan.machine, accelerator.device)
         make_images(plan, accelerator)

@@ -81,7 +81,7 @@ class EvaluationPlan:
     machine: Machine
     batch_size: int
 
-    def seen(self, cfg: FidConfig) -> list[SeenFile]:
+    def files_seen(self, cfg: FidConfig) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
         key = "checkpoint" if cfg.checkpoints is None else "checkpoints"

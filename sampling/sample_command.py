@@ -73,7 +73,7 @@ class SamplePlan:
     class_names: list[str] | None
     npz: bool
 
-    def seen(self) -> list[SeenFile]:
+    def files_seen(self) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         return [see_file("checkpoint", self.recipe.checkpoint.manifest_file), *see_weak_checkpoints([self.recipe])]
 

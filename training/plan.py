@@ -43,7 +43,7 @@ class TrainPlan:
     def recipes(self) -> list[Recipe]:
         return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
 
-    def seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[SeenFile]:
+    def files_seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
         seen = [see_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
