@@ -56,7 +56,8 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint's small files. The caller has verified them."""
-    checkpoint_hash, state = store.hash_checkpoint(folder), store.read_state(folder)
+    checkpoint_hash = store.hash_checkpoint(folder)
+    state = store.read_state(folder)
     return Checkpoint(folder, checkpoint_hash, state["step"], read_config(folder), state)
 
 
@@ -74,7 +75,8 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
     """
     if (names := checkpoint.state.get("class_names")) is not None:
         return names
-    path, trained_on = checkpoint.config.data.path, checkpoint.state.get("data")
+    path = checkpoint.config.data.path
+    trained_on = checkpoint.state.get("data")  # hash of the latents
     with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
         manifest = read_manifest_at(path)
         if manifest and trained_on not in (None, hash_of_shards(manifest["shards"])):

@@ -72,9 +72,13 @@ class RunFolder:
     def __init__(self, output_dir: str, name: str):
         self.path = Path(output_dir) / name
         self.checkpoints = self.path / "checkpoints"
-        self.samples, self.snapshots, self.wandb = (self.path / name for name in ("samples", SNAPSHOTS, "wandb"))
-        self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
-        self.starts, self.lock_path = self.path / "starts.jsonl", self.path / ".lock"
+        self.samples = self.path / "samples"
+        self.snapshots = self.path / SNAPSHOTS
+        self.wandb = self.path / "wandb"
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.starts = self.path / "starts.jsonl"
+        self.lock_path = self.path / ".lock"
         self.saved_mark = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
 

@@ -117,7 +117,8 @@ def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkp
     if store.list_steps(run.checkpoints):
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
         return None
-    source, raw = run.earlier_initial_checkpoint(Path(cfg.init_from)), store.WEIGHTS["raw"]
+    source = run.earlier_initial_checkpoint(Path(cfg.init_from))
+    raw = store.WEIGHTS["raw"]
     if (candidate := peek_newest(source)) is not None:
         check_initial(candidate, cfg)
     checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
@@ -168,7 +169,8 @@ def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> No
 
 def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[Change]:
     """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
-    changed, lengths = differences_for("resume", stored, cfg, "asks"), (stored.train.num_steps, cfg.train.num_steps)
-    if lengths[0] > lengths[1] or (cfg.train.schedule == "cosine" and lengths[0] != lengths[1]):
-        changed.append(Change("train.num_steps", *lengths))
+    changed = differences_for("resume", stored, cfg, "asks")
+    before, now = stored.train.num_steps, cfg.train.num_steps
+    if before > now or (cfg.train.schedule == "cosine" and before != now):
+        changed.append(Change("train.num_steps", before, now))
     return changed

@@ -224,7 +224,8 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
 
 def load(folder: Path) -> Tensors:
     """Load the tensors of a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    tensors, listed = load_weights_and_ema(folder), read_listed_hashes(folder)
+    tensors = load_weights_and_ema(folder)
+    listed = read_listed_hashes(folder)
     with as_user_error(file := folder / "optimizer.pt"):
         tensors.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(tensors.optimizer, dict):

@@ -35,7 +35,9 @@ class CUDAGraph:
 
     def capture(self, function: Callable[[], R]) -> R:
         """Record the kernels of `function`, without running them. Return the tensors that a replay fills."""
-        graph, collects, current = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        collects = gc.isenabled()
         gc.collect()
         gc.disable()  # a collection during the capture could free memory of another stream, which invalidates the capture
         try:

@@ -207,7 +207,8 @@ def cores_per_process() -> int:
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
     if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHERS):
         return int(num_threads)
-    num_cores, cpus_per_task = visible_cores(), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    num_cores = visible_cores()
+    cpus_per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
     # Slurm may have bound the process to its own cores.
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and cpus_per_task.isdecimal():
         return max(1, min(num_cores, int(cpus_per_task)))

@@ -134,7 +134,8 @@ def check_same(look: Callable[[], Sequence[SeenFile]]) -> None:
     """
     if _group is None:
         return
-    seen, gathered = look(), [None] * dist.get_world_size()
+    seen = look()
+    gathered = [None] * dist.get_world_size()
     values = [(value, os.path.abspath(path)) for _, path, value in seen]
     dist.all_gather_object(gathered, (socket.gethostname(), values), group=_group)
     main_host, main_values = gathered[0]

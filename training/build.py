@@ -62,9 +62,8 @@ def prepare_sampling(
     if plan.evaluation_recipes:
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-    return SamplingParts(
-        grid, [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes], evaluator
-    )
+    evaluation_samplers = [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes]
+    return SamplingParts(grid, evaluation_samplers, evaluator)
 
 
 def build_hooks(

@@ -36,7 +36,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         if getattr(data, key) not in (None, value):
             actual = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
             raise UserError(f"data.{key}={getattr(data, key)}, but {actual}")
-    std, (low, high) = estimate_std(dataset), (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
+    std = estimate_std(dataset)
+    low, high = (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
     if not low <= std <= high:
         message = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
         log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, message)
@@ -52,7 +53,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
 def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
     """Derive unset intervals, num_steps and ema_decay from the number of images, as described in configs/data/custom.yaml."""
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
-    every, ema_decay = max(num_steps // 20, min(num_steps, 500)), round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
+    every = max(num_steps // 20, min(num_steps, 500))
+    ema_decay = round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
         "train": {"num_steps": num_steps, "ema_decay": ema_decay, "ema_snapshot_every": max(num_steps // 20, 1)},
         "checkpoint": {"every": every, "keep_every": 5 * (cfg.checkpoint.every or every)},

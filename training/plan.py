@@ -50,10 +50,9 @@ class TrainPlan:
         seen += see_weak_checkpoints(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [SeenFile(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
-        reference = self.reference
-        return seen + (
-            [SeenFile("evaluation.reference", reference.path, reference.spot_check())] if reference is not None else []
-        )
+        if (reference := self.reference) is not None:
+            seen.append(SeenFile("evaluation.reference", reference.path, reference.spot_check()))
+        return seen
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:

@@ -49,7 +49,9 @@ class CheckpointHook(Hook):
     """
 
     def __init__(self, run: RunFolder, every: int, keep_last: int, keep_every: int):
-        self.run, self.every, self.keep = run, every, (keep_last, keep_every)
+        self.run = run
+        self.every = every
+        self.keep = (keep_last, keep_every)
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None  # set only on the main process
@@ -121,7 +123,8 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Resume a run from its checkpoint."""
-    folder, state = checkpoint.path, read_trainer_state(trainer, checkpoint)
+    folder = checkpoint.path
+    state = read_trainer_state(trainer, checkpoint)
     if state.data != trainer.dataset.hash:
         raise UserError(
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config.data.path}) than data.path="

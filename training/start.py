@@ -48,7 +48,8 @@ def log_model_and_data(trainer: Trainer, run: RunFolder) -> None:
     cfg, net, data = trainer.cfg, trainer.net, trainer.dataset
     skipped = f"of {net.num_tokens} tokens ({cfg.model.selection}) skip blocks"
     routes = [f"{r.selection_ratio:.0%} {skipped} {r.start_layer_idx} to {r.end_layer_idx}" for r in net.router.routes]
-    shape, millions = f"{data.channels}x{data.height}x{data.width}", num_trained_parameters(net) / 1e6
+    shape = f"{data.channels}x{data.height}x{data.width}"
+    millions = num_trained_parameters(net) / 1e6
     log.info("run    %s", run.path)
     log.info("model  %s, %.1fM parameters, %s", cfg.model.backbone, millions, ", ".join(routes) or "no routes")
     log.info("data   %s: %d latents %s, %d classes", data.path, len(data), shape, data.info.num_classes)
@@ -71,14 +72,17 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     Raises UserError if the disk has no room for a checkpoint and holds none: a save may remove stored ones first.
     """
     cfg, train = trainer.cfg, trainer.cfg.train
-    num_parameters, num_lengths, every = num_trained_parameters(trainer.net), len(train.ema_lengths), cfg.checkpoint.keep_every
+    num_parameters = num_trained_parameters(trainer.net)
+    num_lengths = len(train.ema_lengths)
+    every = cfg.checkpoint.keep_every
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
     states = optimizers.expected_state(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
     weights = sum(p.nbytes for p in trainer.parameters.values())  # of the network and, with alignment, the projector
     size = (weights + 4 * (1 + num_lengths) * num_parameters + moments) / 1e9  # EMA and train.ema_lengths in float32
     snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
-    needed, free = size * num_checkpoints + snapshots, shutil.disk_usage(run.path).free / 1e9
+    needed = size * num_checkpoints + snapshots
+    free = shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
     num_stored = len(store.list_steps(run.checkpoints))
     if free < size and not num_stored:

@@ -32,7 +32,8 @@ class StaticRandom(SampleRandom):
 
     def rewind(self) -> StaticRandom:
         """Start again with the first number."""
-        self._num_drawn, self.quantiles = 0, None
+        self._num_drawn = 0
+        self.quantiles = None
         return self
 
     def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -63,8 +64,11 @@ class StepGraph:
         num_micro_batches: int,
         device: torch.device,
     ):
-        self._compute, self._parameters, self._device = compute, list(parameters), device
-        self._adds_gradients, self._num_warm_up_calls = num_micro_batches > 1, 2 * num_micro_batches
+        self._compute = compute
+        self._parameters = list(parameters)
+        self._device = device
+        self._adds_gradients = num_micro_batches > 1
+        self._num_warm_up_calls = 2 * num_micro_batches
         self._graph = CUDAGraph(device)
         self._inputs: list[Tensor] = []
         self._random: dict[str, StaticRandom] = {}  # by stream
@@ -90,7 +94,8 @@ class StepGraph:
 
     def reset(self) -> None:
         """Free the graph with its activations and gradients. The next call captures the graph again."""
-        self._gradients, self._outputs = [], None
+        self._gradients = []
+        self._outputs = None
         for random in self._random.values():
             random.rewind()  # forgets the quantiles, which the graph computed
         self._graph.reset()

@@ -123,8 +123,14 @@ class Trainer:
         alignment: Any = None,
         hooks: Sequence[Hook] = (),
     ):
-        self.accelerator, self.cfg, self.net, self.ema, self.dataset = accelerator, cfg, net.train(), ema, dataset
-        self.alignment, self.hooks, self.device = alignment, list(hooks), accelerator.device
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.cfg = cfg
+        self.net = net.train()
+        self.ema = ema
+        self.dataset = dataset
+        self.alignment = alignment
+        self.hooks = list(hooks)
         self.modules = [net] if alignment is None else [net, alignment.projector]
         self.wrapped = prepare_modules(accelerator, cfg, self.modules, ema.net)
         self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
@@ -226,7 +232,8 @@ class Trainer:
         The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
         then saves a checkpoint. Raises UserError if the run has diverged or another process has ended.
         """
-        batches, num_steps = self.batches(), self.cfg.train.num_steps
+        batches = self.batches()
+        num_steps = self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
         with contextlib.ExitStack() as stack, self.bar:
@@ -287,7 +294,8 @@ class Trainer:
 
         Every process must call this method between steps.
         """
-        losses, batch_size = self.reduce_losses(), self.cfg.train.batch_size
+        losses = self.reduce_losses()
+        batch_size = self.cfg.train.batch_size
         steps_per_sec = (self.step - max(self.last_logged_step, self.first_step)) / max(self.train_sec, 1e-9)
         images = self.step * batch_size + self.image_offset
         record = {
@@ -304,8 +312,10 @@ class Trainer:
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             # The peak of allocations does not contain the activations inside a CUDA graph.
             record["reserved_memory_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self.loss_sums, self.bin_sums = torch.zeros_like(self.loss_sums), torch.zeros_like(self.bin_sums)
-        self.last_logged_step, self.train_sec = self.step, 0.0
+        self.loss_sums = torch.zeros_like(self.loss_sums)
+        self.bin_sums = torch.zeros_like(self.bin_sums)
+        self.last_logged_step = self.step
+        self.train_sec = 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
@@ -315,7 +325,8 @@ class Trainer:
         All processes then have the same `loss_sums`. The main process has the `bin_sums` of all processes, and the others have
         zeros. Every process must call this method. Raises Diverged if the run has diverged.
         """
-        self.loss_sums, bin_sums = self.accelerator.reduce(self.loss_sums, "mean"), self.accelerator.reduce(self.bin_sums, "sum")
+        self.loss_sums = self.accelerator.reduce(self.loss_sums, "mean")
+        bin_sums = self.accelerator.reduce(self.bin_sums, "sum")
         self.bin_sums = bin_sums if self.accelerator.is_main_process else torch.zeros_like(bin_sums)
         losses = (self.loss_sums / max(self.step - self.last_logged_step, 1)).tolist()
         if not all(loss < MAX_LOSS for loss in losses):
