@@ -44,32 +44,20 @@ MIN_FREE_BYTES = 1 << 20  # bytes that must be free before an evaluation: a reco
 LOCK_FOLDER = ".evaluating"  # folder with the file that a process locks while it writes results
 
 
-class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """Figures of samples, of images on disk or of held-out latents, and what they depend on.
-
-    An evaluation that is still to do has no metrics.
+class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
+    """What an evaluation measures: samples of a network, images on disk, or the loss on held-out latents.
 
     Attributes:
         run: Name of the folder of the run, or None for images on disk.
         step: Number of training steps, or None for images on disk.
         checkpoint: Hash of the checkpoint, or None if the run evaluated itself at this step.
         settings: All settings that the figures depend on besides the weights, by name.
-        metrics: Figures by name.
-        jackknife: For each metric, its value without the i-th group of samples, from which standard errors follow.
-        cost: Network evaluations and GFLOPs per sampled image.
-        by_level: Validation loss by noise level, with None for levels without images.
-        evaluation_sec: Duration of sampling and scoring.
     """
 
     run: str | None = None
     step: NonNegativeInt | None = None
     checkpoint: str | None = None
     settings: dict[str, Any]
-    metrics: dict[str, FiniteFloat] = {}
-    jackknife: dict[str, Annotated[list[FiniteFloat], Field(min_length=1)]] = {}
-    cost: dict[str, FiniteFloat] = {}
-    by_level: list[FiniteFloat | None] = []
-    evaluation_sec: NonNegativeFloat = 0.0
 
     @property
     def of_samples(self) -> bool:
@@ -82,19 +70,48 @@ class Evaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         settings = json.loads(json.dumps(self.settings))
         return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
 
-    def answers(self, planned: Evaluation, is_own: bool) -> bool:
+    def with_figures(
+        self,
+        metrics: dict[str, float],
+        evaluation_sec: float,
+        cost: dict[str, float] | None = None,
+        by_level: list[float | None] | None = None,
+    ) -> Evaluation:
+        """Return the record of this evaluation. The arguments are fields of `Evaluation`."""
+        figures = {"metrics": metrics, "cost": cost or {}, "by_level": by_level or [], "evaluation_sec": evaluation_sec}
+        return Evaluation.model_construct(**dict(self), **figures)  # without checks, because a loss that diverged may be NaN
+
+
+class Evaluation(PlannedEvaluation):
+    """The record of an evaluation: what it measures, and its figures.
+
+    Attributes:
+        metrics: Figures by name.
+        jackknife: For each metric, its value without the i-th group of samples, from which standard errors follow.
+        cost: Network evaluations and GFLOPs per sampled image.
+        by_level: Validation loss by noise level, with None for levels without images.
+        evaluation_sec: Duration of sampling and scoring.
+    """
+
+    metrics: dict[str, FiniteFloat] = {}
+    jackknife: dict[str, Annotated[list[FiniteFloat], Field(min_length=1)]] = {}
+    cost: dict[str, FiniteFloat] = {}
+    by_level: list[FiniteFloat | None] = []
+    evaluation_sec: NonNegativeFloat = 0.0
+
+    def has_figures_of(self, planned: PlannedEvaluation, *, is_in_run_folder: bool) -> bool:
         """Return whether this record has the figures of the `planned` evaluation.
 
         Args:
-            is_own: Whether the record lies in the folder of the run whose checkpoint is evaluated. There, a record without a hash
-                is of the run's weights at its step.
+            is_in_run_folder: Whether this record is stored in the folder of the run that `planned` evaluates. There, a record
+                without a hash has the figures of the run's weights at its step.
         """
         if self.compared_settings != planned.compared_settings:
             return False
         if planned.checkpoint is None:  # of the run itself, or of images on disk
             return self.checkpoint is None and self.step == planned.step
         if self.checkpoint is None:  # the run evaluated itself
-            return is_own and self.step == planned.step
+            return is_in_run_folder and self.step == planned.step
         return self.checkpoint == planned.checkpoint
 
 
@@ -172,10 +189,10 @@ class Results:
             self._stored = size, read_records(self.file, level)
         return self._stored[1] + self._unstored
 
-    def find(self, planned: Evaluation) -> Evaluation | None:
+    def find(self, planned: PlannedEvaluation) -> Evaluation | None:
         """Return the record of an evaluation, or None if it is still to do."""
         is_own = self.run_folder is not None and self.run_folder.name == planned.run
-        return next((record for record in self.records if record.answers(planned, is_own)), None)
+        return next((record for record in self.records if record.has_figures_of(planned, is_in_run_folder=is_own)), None)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from common.files import write_atomically
 from evaluations.metrics import standard_error
-from evaluations.record import Evaluation, Results
+from evaluations.record import Evaluation, PlannedEvaluation, Results
 from evaluations.suite import format_metric
 
 # Hashes that results.csv contains, and the other tables only where lines would look the same.
@@ -27,7 +27,7 @@ COMPARABLE = (
 ALWAYS_COLUMNS = ("num_samples",)  # a figure of 5,000 samples must not look like one of 50,000
 
 
-def columns_of(record: Evaluation) -> dict[str, object]:
+def columns_of(record: PlannedEvaluation) -> dict[str, object]:
     """Return what a record measures, as tables, plots and messages show it."""
     settings = {name: value for name, value in record.settings.items() if name not in HASHES}
     return {name: value for name, value in {"run": record.run, "step": record.step}.items() if value is not None} | settings
@@ -123,7 +123,7 @@ class EvaluationTable:
         return plot(rows, values, errors, label)
 
 
-def write_tables(results: Results, measured: Sequence[tuple[Evaluation, Mapping[str, object]]], plotted: str) -> None:
+def write_tables(results: Results, measured: Sequence[tuple[PlannedEvaluation, Mapping[str, object]]], plotted: str) -> None:
     """Write all evaluations of samples in a folder to results.csv and results.md, and plot those in `measured` in results.png.
 
     `measured` holds the command's evaluations and what they measure. The tables list them in this order, at the places that their

@@ -23,7 +23,7 @@ from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluation
 from configs.settings import as_list, fill
 from evaluations.images import ImageSet
-from evaluations.record import Evaluation, Results
+from evaluations.record import PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
@@ -41,14 +41,14 @@ class Point:
     """An evaluation of a fid.py command.
 
     Attributes:
-        planned: The evaluation, still without figures.
+        planned: What the point measures.
         results: The results to which the figures are added.
         columns: What tables show of the point's settings.
         recipe: How to sample, or None for images on disk.
         class_names: Names of the network's classes, or None if they are unknown.
     """
 
-    planned: Evaluation
+    planned: PlannedEvaluation
     results: Results
     columns: dict[str, object]
     recipe: Recipe | None = None
@@ -232,30 +232,31 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
 
 def evaluations_of_recipes(
     recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluation], scoring: dict[str, object]
-) -> list[tuple[Evaluation, Recipe]]:
+) -> list[tuple[PlannedEvaluation, Recipe]]:
     """Return the evaluation of each recipe, without evaluations that measure the same.
 
     Args:
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
     """
-    planned: list[tuple[Evaluation, Recipe]] = []
+    planned: list[tuple[PlannedEvaluation, Recipe]] = []
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
         name = (checkpoint.run_folder or folder.resolve().parent).name
-        evaluation = Evaluation(
+        evaluation = PlannedEvaluation(
             # What training measured at a step is not that of another folder with this step, such as a backup.
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
             step=checkpoint.step,
             checkpoint=checkpoint.hash,
             settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
         )
-        if not any(evaluation.answers(other, False) for other, _ in planned):  # intervals have no effect at cfg_scale=1
-            planned.append((evaluation, recipe))
+        measured = (evaluation.checkpoint, evaluation.compared_settings)
+        if all(measured != (other.checkpoint, other.compared_settings) for other, _ in planned):
+            planned.append((evaluation, recipe))  # for example, intervals have no effect at cfg_scale=1
     return planned
 
 
-def points_of_checkpoints(cfg: FidConfig, planned: Sequence[tuple[Evaluation, Recipe]]) -> list[Point]:
+def points_of_checkpoints(cfg: FidConfig, planned: Sequence[tuple[PlannedEvaluation, Recipe]]) -> list[Point]:
     checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned))
     results = open_results(cfg.output, checkpoints)
     names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
@@ -282,7 +283,7 @@ def point_of_images(cfg: FidConfig, images: ImageSet, evaluation: SharedEvaluati
     if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
     settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
-    planned = Evaluation(settings=settings | scoring_settings(evaluation, reference))
+    planned = PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference))
     return Point(planned, Results(output).ensure_writable(), columns_of(planned))
 
 

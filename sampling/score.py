@@ -12,7 +12,7 @@ import numpy as np
 from configs import schema
 from evaluations.features import Features
 from evaluations.images import ImageSet
-from evaluations.record import Evaluation
+from evaluations.record import Evaluation, PlannedEvaluation
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import Recipe
@@ -40,7 +40,7 @@ def settings_of_samples(recipe: Recipe, evaluation: schema.SharedEvaluation, sco
 def score_samples(
     evaluator: Evaluator,
     sampler: ImageSampler,
-    planned: Evaluation,
+    planned: PlannedEvaluation,
     class_names: Sequence[str] | None,
     stop: Callable[[], bool] = lambda: False,
     name: str = "evaluation",
@@ -59,16 +59,16 @@ def score_samples(
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)
     features = evaluator.features_of_samples(sampler, labels, stop, name)
     metrics = on_main(partial(evaluator.evaluate, features, compared))
-    figures = {"metrics": metrics, "cost": sampler.cost, "evaluation_sec": time.perf_counter() - start_sec}
-    return planned.model_copy(update=figures), features, compared
+    record = planned.with_figures(metrics, time.perf_counter() - start_sec, cost=sampler.cost)
+    return record, features, compared
 
 
 def score_images(
-    evaluator: Evaluator, images: ImageSet, planned: Evaluation
+    evaluator: Evaluator, images: ImageSet, planned: PlannedEvaluation
 ) -> tuple[Evaluation, list[Features], np.ndarray | None]:
     """Score images on disk. See `score_samples`, which returns the same."""
     start_sec = time.perf_counter()
     features, labels = evaluator.features_of_set(images, planned.settings["num_samples"])
     labels = evaluator.labels_to_compare(labels, images.class_names)
     metrics = on_main(partial(evaluator.evaluate, features, labels))
-    return planned.model_copy(update={"metrics": metrics, "evaluation_sec": time.perf_counter() - start_sec}), features, labels
+    return planned.with_figures(metrics, time.perf_counter() - start_sec), features, labels

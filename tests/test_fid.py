@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from common.files import append_line, lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
-from evaluations.record import Evaluation, Results, lowest, read_records
+from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest, read_records
 from evaluations.suite import metrics_for
 from evaluations.tables import EvaluationTable, columns_of, differ, write_tables
 from extras.report.runs import read_runs
@@ -59,7 +60,7 @@ def record(name, value, groups=(), **settings):
 
 
 def wanted(done):
-    return done.model_copy(update={"metrics": {}, "jackknife": {}})
+    return PlannedEvaluation(**done.model_dump(include={*PlannedEvaluation.model_fields}))
 
 
 @pytest.fixture(scope="module")
@@ -280,17 +281,18 @@ def test_usual_values_compare_as_if_they_were_missing(tmp_path):
 
 def test_a_record_without_a_hash_counts_only_for_its_step_in_the_folder_of_its_run(tmp_path):
     of_run = {"settings": {"num_samples": 70, "detector": "x"}}
+    planned = partial(PlannedEvaluation, **of_run)
     trained = Evaluation(run="old name", step=2, metrics={"fid": 1.0}, **of_run)
     Results(tmp_path / "run" / "evaluations", tmp_path / "run").add(trained)
     own = Results(tmp_path / "run" / "evaluations", tmp_path / "run")
-    assert own.find(Evaluation(run="run", step=2, checkpoint="hash", **of_run)) == trained
-    assert own.find(Evaluation(run="run", step=3, checkpoint="hash", **of_run)) is None
-    assert own.find(Evaluation(run="another", step=2, checkpoint="hash", **of_run)) is None
-    assert Results(tmp_path / "run" / "evaluations").find(Evaluation(run="run", step=2, checkpoint="hash", **of_run)) is None
+    assert own.find(planned(run="run", step=2, checkpoint="hash")) == trained
+    assert own.find(planned(run="run", step=3, checkpoint="hash")) is None
+    assert own.find(planned(run="another", step=2, checkpoint="hash")) is None
+    assert Results(tmp_path / "run" / "evaluations").find(planned(run="run", step=2, checkpoint="hash")) is None
     hashed = Evaluation(run="run", step=4, checkpoint="hash", metrics={"fid": 2.0}, **of_run)
     own.add(hashed)
-    assert own.find(Evaluation(run="moved", step=4, checkpoint="hash", **of_run)) == hashed
-    assert own.find(Evaluation(run="run", step=4, **of_run)) is None  # training repeats the step, perhaps with other settings
+    assert own.find(planned(run="moved", step=4, checkpoint="hash")) == hashed
+    assert own.find(planned(run="run", step=4)) is None  # training repeats the step, perhaps with other settings
     assert lowest([trained, hashed]) == 1.0 and lowest([]) is None
     loss = Evaluation(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
     assert lowest([loss, hashed]) == 2.0 and lowest([loss]) == 0.1

@@ -15,7 +15,7 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
-from evaluations.record import Evaluation, Results, lowest
+from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest
 from evaluations.suite import display_name, format_metrics
 from evaluations.tables import guidance_fields
 from runtime.processes import keep_on_main, on_main
@@ -92,18 +92,18 @@ class SampleGrids(Hook):
 class EvaluationHook(Hook):
     """A hook that makes one evaluation of the EMA network and stores its record, unless the run has the record already.
 
-    Subclasses define two methods. `planned` returns the evaluation of the current step, without figures. `evaluate` returns it
-    with its figures. Every process calls `evaluate`.
+    Subclasses define two methods. `planned` returns what to evaluate at the current step. `evaluate` returns the record with
+    the figures. Every process calls `evaluate`.
     """
 
     results: Results
     every: int
     runs_network = True
 
-    def planned(self, trainer: Trainer) -> Evaluation:
+    def planned(self, trainer: Trainer) -> PlannedEvaluation:
         raise NotImplementedError
 
-    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
         raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
@@ -148,10 +148,10 @@ class SampleEvaluation(EvaluationHook):
     sampler: ImageSampler
     scoring: dict[str, object]
 
-    def planned(self, trainer: Trainer) -> Evaluation:
+    def planned(self, trainer: Trainer) -> PlannedEvaluation:
         evaluation = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps)
         settings = settings_of_samples(self.recipe, evaluation, self.scoring)
-        return Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
+        return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
         return score_samples(self.evaluator, self.sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from evaluations.record import Evaluation
+from evaluations.record import Evaluation, PlannedEvaluation
 from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
 from training.hooks import EvaluationHook
@@ -47,17 +47,16 @@ class ValidationLoss(EvaluationHook):
 
     dataset: LatentDataset
 
-    def planned(self, trainer: Trainer) -> Evaluation:
+    def planned(self, trainer: Trainer) -> PlannedEvaluation:
         settings = {"weights": "ema", "cfg_scale": 1.0, "network_precision": trainer.cfg.sampling.precision}
         settings |= {"num_samples": len(self.dataset), "latents": self.dataset.hash}
-        return Evaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
+        return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def evaluate(self, trainer: Trainer, planned: Evaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
         start_sec = time.perf_counter()
         sums = trainer.accelerator.reduce(self.measure_bins(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
-        figures = {"metrics": loss, "by_level": means_by_bin(sums), "evaluation_sec": time.perf_counter() - start_sec}
-        return planned.model_copy(update=figures)
+        return planned.with_figures(loss, time.perf_counter() - start_sec, by_level=means_by_bin(sums))
 
     @torch.no_grad()
     def measure_bins(self, trainer: Trainer) -> Tensor:
