@@ -23,7 +23,7 @@ from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluation
 from configs.settings import as_list, fill
 from evaluations.images import ImageSet
-from evaluations.record import PlannedEvaluation, Results
+from evaluations.record import Evaluation, PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
@@ -37,22 +37,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Point:
-    """An evaluation of a fid.py command.
-
-    Attributes:
-        planned: What the point measures.
-        results: The results to which the figures are added.
-        columns: What tables show of the point's settings.
-        recipe: How to sample, or None for images on disk.
-        class_names: Names of the network's classes, or None if they are unknown.
-    """
+class SweepPoint:
+    """An evaluation of a fid.py command: what it measures, and how to sample. Images on disk have no recipe."""
 
     planned: PlannedEvaluation
-    results: Results
-    columns: dict[str, object]
     recipe: Recipe | None = None
-    class_names: list[str] | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -66,6 +55,9 @@ class EvaluationPlan:
     Attributes:
         points: All points of the command.
         missing: The points that have no results yet, in the order of their evaluation.
+        results: The results to which figures are added, for each checkpoint. Images on disk have the key None.
+        class_names: Names of the classes of each checkpoint's network, or None if they are unknown.
+        sampler_keys: Sampler settings of the command. Tables show them even if they have their default values.
         reference: Images with which the points are compared.
         images: Images on disk to evaluate instead of checkpoints, or None.
         evaluation: The group evaluation, which all points share, except num_samples.
@@ -73,13 +65,27 @@ class EvaluationPlan:
         batch_size: Number of reference images, or of images on disk, in a batch.
     """
 
-    points: list[Point]
-    missing: list[Point]
+    points: list[SweepPoint]
+    missing: list[SweepPoint]
+    results: dict[Checkpoint | None, Results]
+    class_names: dict[Checkpoint | None, list[str] | None]
+    sampler_keys: list[str]
     reference: ImageSet
     images: ImageSet | None
     evaluation: SharedEvaluation
     machine: Machine
     batch_size: int
+
+    def find(self, point: SweepPoint) -> Evaluation | None:
+        """Return the record of a point, or None if it is still to do."""
+        return self.results[point.checkpoint].find(point.planned)
+
+    def columns(self, point: SweepPoint) -> dict[str, object]:
+        """Return what tables and messages show of a point."""
+        if point.recipe is None:
+            return columns_of(point.planned)
+        of_sampler = {key: getattr(point.recipe.sampler, key) for key in self.sampler_keys}
+        return {"run": None, "step": None, **of_sampler, **columns_of(point.planned)}
 
     def files_seen(self, cfg: FidConfig) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""
@@ -94,7 +100,7 @@ class EvaluationPlan:
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
     plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
-    folders = ", ".join(dict.fromkeys(str(point.results.folder) for point in plan.points))
+    folders = ", ".join(dict.fromkeys(str(results.folder) for results in plan.results.values()))
     numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
     log.info("%d of %d evaluations to do, of %s samples, in %s", len(plan.missing), len(plan.points), numbers, folders)
     return plan
@@ -116,10 +122,22 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
         background=evaluation.background,
         encoded_with=settings_of_latents(checkpoints),
     )
-    planned = evaluations_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference))
-    points = points_of_checkpoints(cfg, planned)
-    batch_size = recipes[0].sampling.batch_size
-    return EvaluationPlan(points, find_missing(points), reference, None, evaluation, machine, batch_size)
+    points = points_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference))
+    evaluated = list(dict.fromkeys(point.checkpoint for point in points))
+    results = open_results(cfg.output, evaluated)
+    class_names = {checkpoint: read_class_names(checkpoint) for checkpoint in evaluated}
+    return EvaluationPlan(
+        points=points,
+        missing=find_missing(points, results),
+        results=results,
+        class_names=class_names,
+        sampler_keys=[key for key, value in cfg.sampler.items() if value is not None],
+        reference=reference,
+        images=None,
+        evaluation=evaluation,
+        machine=machine,
+        batch_size=recipes[0].sampling.batch_size,
+    )
 
 
 def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
@@ -135,9 +153,22 @@ def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
         background=evaluation.background,
     )
     warn_of_jpegs(images, reference)
-    points = [point_of_images(cfg, images, evaluation, reference)]
-    machine, batch_size = fill(cfg.machine, {"compile": "none", "tf32": True}), cfg.sampling.batch_size or 64
-    return EvaluationPlan(points, find_missing(points), reference, images, evaluation, machine, batch_size)
+    output = output_for_images(cfg, images)
+    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
+    points = [SweepPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
+    results = {None: Results(output).ensure_writable()}
+    return EvaluationPlan(
+        points=points,
+        missing=find_missing(points, results),
+        results=results,
+        class_names={},
+        sampler_keys=[],
+        reference=reference,
+        images=images,
+        evaluation=evaluation,
+        machine=fill(cfg.machine, {"compile": "none", "tf32": True}),
+        batch_size=cfg.sampling.batch_size or 64,
+    )
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
@@ -230,43 +261,31 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
     return settings
 
 
-def evaluations_of_recipes(
+def points_of_recipes(
     recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluation], scoring: dict[str, object]
-) -> list[tuple[PlannedEvaluation, Recipe]]:
-    """Return the evaluation of each recipe, without evaluations that measure the same.
+) -> list[SweepPoint]:
+    """Return the point of each recipe, without points that measure the same.
 
     Args:
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
     """
-    planned: list[tuple[PlannedEvaluation, Recipe]] = []
+    points: list[SweepPoint] = []
+    measured: list[tuple[str, dict]] = []  # what tells points apart
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
         name = (checkpoint.run_folder or folder.resolve().parent).name
-        evaluation = PlannedEvaluation(
+        planned = PlannedEvaluation(
             # What training measured at a step is not that of another folder with this step, such as a backup.
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
             step=checkpoint.step,
             checkpoint=checkpoint.hash,
             settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
         )
-        measured = (evaluation.checkpoint, evaluation.compared_settings)
-        if all(measured != (other.checkpoint, other.compared_settings) for other, _ in planned):
-            planned.append((evaluation, recipe))  # for example, intervals have no effect at cfg_scale=1
-    return planned
-
-
-def points_of_checkpoints(cfg: FidConfig, planned: Sequence[tuple[PlannedEvaluation, Recipe]]) -> list[Point]:
-    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned))
-    results = open_results(cfg.output, checkpoints)
-    names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
-    typed = [key for key, value in cfg.sampler.items() if value is not None]
-    points = []
-    for evaluation, recipe in planned:
-        # Tables show the sampler settings of the command even if they have their default values.
-        of_sampler = {key: getattr(recipe.sampler, key) for key in typed}
-        columns = {"run": None, "step": None, **of_sampler, **columns_of(evaluation)}
-        points.append(Point(evaluation, results[recipe.checkpoint], columns, recipe, names[recipe.checkpoint]))
+        identity = (checkpoint.hash, planned.compared_settings)
+        if identity not in measured:  # intervals have no effect at cfg_scale=1
+            measured.append(identity)
+            points.append(SweepPoint(planned, recipe))
     return points
 
 
@@ -278,13 +297,11 @@ def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[
     return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
 
-def point_of_images(cfg: FidConfig, images: ImageSet, evaluation: SharedEvaluation, reference: ImageSet) -> Point:
+def output_for_images(cfg: FidConfig, images: ImageSet) -> Path:
     output = given_output(cfg.output) or folder_for_images(cfg.images)
     if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
         raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
-    planned = PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference))
-    return Point(planned, Results(output).ensure_writable(), columns_of(planned))
+    return output
 
 
 def given_output(output: str | None) -> Path | None:
@@ -306,12 +323,12 @@ def results_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def find_missing(points: Sequence[Point]) -> list[Point]:
+def find_missing(points: Sequence[SweepPoint], results: Mapping[Checkpoint | None, Results]) -> list[SweepPoint]:
     """Return the points that have no results yet, in the order of their evaluation."""
-    return in_random_order([point for point in points if not point.results.find(point.planned)])
+    return in_random_order([point for point in points if not results[point.checkpoint].find(point.planned)])
 
 
-def in_random_order(points: Sequence[Point]) -> list[Point]:
+def in_random_order(points: Sequence[SweepPoint]) -> list[SweepPoint]:
     """Return the points in a new random order, so that commands at the same time rarely meet at a point.
 
     The points of a network stay together, because loading and compiling it takes long.

@@ -17,7 +17,7 @@ from evaluations.tables import EvaluationTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
-from sampling.fid_plan import EvaluationPlan, Point
+from sampling.fid_plan import EvaluationPlan, SweepPoint
 from sampling.score import score_images, score_samples
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class PointRunner:
         self._storing: list[Future] = []  # filled only on the main process
         self._evaluator: Evaluator | None = None  # built by the first point, after its network is loaded
 
-    def is_missing(self, point: Point) -> bool:
+    def is_missing(self, point: SweepPoint) -> bool:
         """Return whether a point is still to evaluate. Raises an error of the thread, such as one of a full disk."""
         for future in self._storing:
             if future.done():
                 future.result()
-        if point.results.find(point.planned):
+        if self.plan.find(point):
             log.info("%s: another command has stored this point", describe_point(point, self.plan))
             return False
         if self.has_several and not point.checkpoint.path.exists():
@@ -67,24 +67,26 @@ class PointRunner:
             return False
         return True
 
-    def evaluate(self, point: Point, title: str) -> None:
+    def evaluate(self, point: SweepPoint, title: str) -> None:
         """Score a point. Its record is stored while the next point is sampled."""
         plan, recipe = self.plan, point.recipe
         sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
         if self._evaluator is None:
-            detectors, cache = build_detectors(plan.evaluation, self.accelerator), plan.points[0].results.reference_cache
+            detectors = build_detectors(plan.evaluation, self.accelerator)
+            cache = plan.results[plan.points[0].checkpoint].reference_cache
             self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
         if sampler is None:
             scored = score_images(self._evaluator, plan.images, point.planned)
         else:
-            scored = score_samples(self._evaluator, sampler, point.planned, point.class_names, name=title)
+            class_names = plan.class_names[point.checkpoint]
+            scored = score_samples(self._evaluator, sampler, point.planned, class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 
-    def _store(self, point: Point, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
+    def _store(self, point: SweepPoint, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
         errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
         log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
-        point.results.add(record.model_copy(update={"jackknife": errors}))
+        self.plan.results[point.checkpoint].add(record.model_copy(update={"jackknife": errors}))
 
     def finish(self) -> None:
         """Wait until all results are stored. The main process calls this method."""
@@ -92,11 +94,12 @@ class PointRunner:
             future.result()
 
 
-def describe_point(point: Point, plan: EvaluationPlan) -> str:
+def describe_point(point: SweepPoint, plan: EvaluationPlan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
-    differing = {key: x for key, x in point.columns.items() if len({str(other.columns.get(key)) for other in plan.points}) > 1}
+    rows = [plan.columns(other) for other in plan.points]
+    differing = {key: x for key, x in plan.columns(point).items() if len({str(row.get(key)) for row in rows}) > 1}
     return format_settings({"step": point.planned.step, **differing})
 
 
@@ -106,9 +109,9 @@ def write_results(plan: EvaluationPlan) -> float | None:
     Return the lowest value of the first metric, which sweepers minimise.
     """
     metric = metrics_for(plan.evaluation.all_detectors[0])[0].name
-    for results in dict.fromkeys(point.results for point in plan.points):
-        measured = [(point.planned, point.columns) for point in plan.points if point.results is results]
-        write_tables(results, measured, metric)
-    found = [(record, point.columns) for point in plan.points if (record := point.results.find(point.planned))]
+    for results in dict.fromkeys(plan.results.values()):
+        points = [point for point in plan.points if plan.results[point.checkpoint] is results]
+        write_tables(results, [(point.planned, plan.columns(point)) for point in points], metric)
+    found = [(record, plan.columns(point)) for point in plan.points if (record := plan.find(point))]
     sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
     return lowest(record for record, _ in found)
