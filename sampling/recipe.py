@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import guidance
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
@@ -23,6 +22,7 @@ from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import RecipeOverrides, SamplingOverrides, sampler_of_run
 from configs.settings import fill
+from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -65,7 +65,8 @@ class Recipe:
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        run_config, average, ema_hash = checkpoint.config, None, None
+        run_config = checkpoint.config
+        average = ema_hash = None
         sampler = sampler_of_run(run_config, overrides.sampler)
         sampling = fill(overrides.sampling, sampling_in_training(run_config))
         if sampling.ema_length is not None:
@@ -176,9 +177,9 @@ def guidance_for_results(settings: schema.GuidanceSettings) -> dict[str, object]
     return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
 
 
-def build_guidance(settings: schema.GuidanceSettings) -> guidance.Guidance:
-    """Build the guidance function from its settings. `guidance.GuidanceInputs` contains the weak network."""
-    return partial(guidance.GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
+def build_guidance(settings: schema.GuidanceSettings) -> Guidance:
+    """Build the guidance function from its settings. `GuidanceInputs` contains the weak network."""
+    return partial(GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
 def check_guidance(
@@ -190,32 +191,62 @@ def check_guidance(
         UserError: The settings contradict each other, require a null class or path-drop that training did not use, or guide more
             channels than the latents have. Also raised if the interval exceeds the highest noise level or has no noise level.
     """
-    scale, channels = getattr(settings, "cfg_scale", 1.0), getattr(settings, "channels", None) or 0
+    check_null_class(settings, run_config)
+    check_path_drop(settings, run_config)
+    check_channels(settings, run_config)
+    check_method(settings, run_config, sampler, weak)
+    check_interval(settings, run_config, sampler)
+
+
+def check_null_class(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
+    scale = getattr(settings, "cfg_scale", 1.0)
     if scale != 1 and run_config.model.class_dropout == 0:
         raise UserError(f"guidance.cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
+
+
+def check_path_drop(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
     path_drop = getattr(run_config.model, "path_drop", 0)
     if settings.name == "path_drop" and not path_drop:
         reason = f"{run_config.name} has model={run_config.model.name} and model.path_drop={path_drop:g}"
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
+
+
+def check_channels(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
+    channels = getattr(settings, "channels", None) or 0
     if channels > run_config.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {run_config.data.in_channels} channels")
-    levels = sampler.evaluated_levels()
-    inputs = guidance.GuidanceInputs(
-        denoise=None,
+
+
+def check_method(
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None
+) -> None:
+    """Let the guidance method check its settings, which it does when it builds its denoiser. No network is called."""
+    inputs = GuidanceInputs(
+        denoise=_network_to_load,
         num_classes=run_config.data.num_classes,
         route_noise_shape=route_noise_shape(run_config),
-        weak=id if weak else None,
+        weak=_network_to_load if weak else None,
         weak_route_noise_shape=route_noise_shape(weak.config) if weak else (0, 0),
-        levels=levels,
+        levels=sampler.evaluated_levels(),
     )
-    try:  # each method checks its settings when it builds its denoiser, which is not called here; `id` stands for a weak one
+    try:
         build_guidance(settings)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
-    low, high = getattr(settings, "level_lo", None) or 0.0, getattr(settings, "level_hi", None)
-    top = levels[0] * (1 + 1e-6)  # guidance compares noise levels in float32
-    holds_some = any(low < level and (high is None or level <= high * (1 + 1e-6)) for level in levels)
-    if not holds_some or (high is not None and high > top):  # for example, a sigma for a diffusion that uses t
+
+
+def _network_to_load(*inputs: torch.Tensor, **routing: object) -> torch.Tensor:
+    raise NotImplementedError("this stands for a network that is not loaded yet")
+
+
+def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler) -> None:
+    """Check that guidance is on at a noise level of the sampler, and that no bound exceeds the highest level."""
+    levels = sampler.evaluated_levels()
+    low = getattr(settings, "level_lo", None) or 0.0
+    high = getattr(settings, "level_hi", None)
+    tolerance = 1 + 1e-6  # guidance compares noise levels in float32
+    holds_some = any(low < level and (high is None or level <= high * tolerance) for level in levels)
+    if not holds_some or (high is not None and high > levels[0] * tolerance):  # for example, a sigma for a diffusion that uses t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={run_config.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
