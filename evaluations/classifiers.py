@@ -127,15 +127,18 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     num_images, height, width, _ = images.shape
     fits = height == width == 8 if is_digits else height == width <= 128
     accepted = "digits.safetensors needs 8x8, other names" if is_digits else "a detector needs"
+    num_classes = 0 if images.labels is None else int(images.labels.max(initial=-1)) + 1
     problems = {
         f"it holds {num_images:,} images; a detector needs at least 1,000": num_images < 1000,
         f"its images have {width}x{height} pixels; {accepted} squares of at most 128": not fits,
+        f"it has {num_classes} classes; digits.safetensors needs at most 10": is_digits and num_classes > 10,
         "it holds no labels; make it from labelled shards or from an .npz with `labels`": images.labels is None,
     }
     if reasons := [problem for problem, applies in problems.items() if applies]:
         raise UserError(f"reference={images.path}: {'; '.join(reasons)}")
-    labels, pixels = torch.from_numpy(images.labels), torch.from_numpy(np.concatenate(list(images.batches(1000))))
-    metadata = {"detector": name, "resolution": height, "num_classes": int(labels.max()) + 1, "trained_on": images.hash()}
+    labels = torch.from_numpy(images.labels)
+    pixels = torch.from_numpy(np.concatenate(list(images.batches(1000))))
+    metadata = {"detector": name, "resolution": height, "num_classes": num_classes, "trained_on": images.hash()}
     random, batch_size = np.random.default_rng(1), 64
     held_out, training = _split(pixels.numpy(), num_images // (5 if is_digits else 10))
     if not len(held_out) or len(training) < batch_size:

@@ -167,6 +167,9 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
     words = "its images have 32x32 pixels; digits.safetensors needs 8x8, other names squares of at most 128"
     with pytest.raises(UserError, match=words):
         train_detector(open_images(prepared / "fashion.npz"), tmp_path / "digits.safetensors", torch.device("cpu"), 1)
+    write_npz(tmp_path / "d.npz", np.zeros((1000, 8, 8, 3), np.uint8), (1000, 8, 8, 3), np.arange(1000) % 12)
+    with pytest.raises(UserError, match="d.npz: it has 12 classes; digits.safetensors needs at most 10$"):
+        train_detector(open_images(tmp_path / "d.npz"), tmp_path / "digits.safetensors", torch.device("cpu"), 1)
 
 
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepared, train):
