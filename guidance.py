@@ -111,7 +111,8 @@ def sparse(
     Raises ValueError if tokens must skip in a network without routes, if the routes of the two networks have different shapes, or
     if there is one network and the weak branch does not keep fewer tokens than the strong branch.
     """
-    (num_routes, N), is_moving = inputs.route_noise_shape, (r_strong_last, r_weak_last) != (None, None)
+    num_routes, N = inputs.route_noise_shape
+    is_moving = (r_strong_last, r_weak_last) != (None, None)
     levels = np.asarray(inputs.levels if is_moving else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
     if levels.size == 0:
         raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
@@ -176,7 +177,8 @@ def _guide(
     If scale is 1 or the noise level is outside the bounds, the denoiser calls `unguided` instead. If `channels` is set, the
     remaining channels come from D. Raises ValueError if level_lo is not below level_hi.
     """
-    low, high = -math.inf if level_lo is None else level_lo, math.inf if level_hi is None else level_hi
+    low = -math.inf if level_lo is None else level_lo
+    high = math.inf if level_hi is None else level_hi
     if low >= high:
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:

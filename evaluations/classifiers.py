@@ -85,7 +85,8 @@ class ClassifierDetector:
             metadata = json.loads(f.metadata()["about"])
             if metadata["detector"] != name:
                 raise ValueError(f"it belongs to {metadata['detector']}, not to evaluation.detector={name}")
-        self._size, self._net = metadata["resolution"], _network(metadata)
+        self._size = metadata["resolution"]
+        self._net = _network(metadata)
         self._net.load_state_dict(load_file(weights))
         self._net.to(self.device).eval().requires_grad_(False)
         self.weights_hash = hash_file(weights)
@@ -139,7 +140,8 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     labels = torch.from_numpy(images.labels)
     pixels = torch.from_numpy(np.concatenate(list(images.batches(1000))))
     metadata = {"detector": name, "resolution": height, "num_classes": num_classes, "trained_on": images.hash()}
-    random, batch_size = np.random.default_rng(1), 64
+    random = np.random.default_rng(1)
+    batch_size = 64
     held_out, training = _split(pixels.numpy(), num_images // (5 if is_digits else 10))
     if not len(held_out) or len(training) < batch_size:
         raise UserError(f"reference={images.path}: too many of its {num_images:,} images are equal")

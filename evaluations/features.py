@@ -143,7 +143,8 @@ def features_of_images(
     """
     if len(images) == 0:
         return [Features(detector.name, pool=torch.empty(0, 0)) for detector in detectors]
-    batches, total = read_ahead(images.batches(batch_size, items)), -(-len(items) // batch_size)
+    batches = read_ahead(images.batches(batch_size, items))
+    total = -(-len(items) // batch_size)
     desc = f"features of {images.path.name}"
     bar = progress_bar(batches, total=total, desc=desc, unit="batch", leave=False, disable=not show_progress)
     return extract(detectors, bar)

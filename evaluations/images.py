@@ -224,8 +224,10 @@ class NpzImages:
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.shape, self.labels, self.statistics = Path(path), (0, 0, 0, 3), None, {}
-        self.class_names, self.background = None, None
+        self.path = Path(path)
+        self.shape = (0, 0, 0, 3)  # without images
+        self.labels = self.class_names = self.background = None
+        self.statistics = {}
         with as_user_error(self.path), np.load(self.path, allow_pickle=False) as file:
             for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
@@ -259,7 +261,8 @@ class NpzImages:
         return self.shape[0]
 
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-        items, size = range(len(self)) if items is None else items, int(np.prod(self.shape[1:]))
+        items = range(len(self)) if items is None else items
+        size = int(np.prod(self.shape[1:]))  # of an image in bytes
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
             f.seek(self._header_bytes)
             following = 0  # index of the image at the current position

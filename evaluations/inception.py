@@ -62,7 +62,9 @@ class InceptionDetector:
     def __init__(self, weights: str | Path, device: torch.device | str = "cpu"):
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-        self.device, file, copy = torch.device(device), Path(weights), io.BytesIO()
+        self.device = torch.device(device)
+        file = Path(weights)
+        copy = io.BytesIO()
         with as_user_error(f"{file} (Inception's weights, {WEIGHTS_URL})"):
             # The extractor loads its file with weights_only=False, so we pass a copy of the tensors that was loaded safely.
             torch.save(torch.load(regular_file(file), map_location="cpu", weights_only=True), copy)

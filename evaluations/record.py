@@ -141,8 +141,9 @@ class Results:
     """
 
     def __init__(self, folder: Path, run_folder: Path | None = None, is_optional: bool = False):
-        self.folder, self.file, self.run_folder = folder, folder / "results.jsonl", run_folder
-        self._is_optional, self._is_writable = is_optional, True
+        self.folder, self.run_folder, self._is_optional = folder, run_folder, is_optional
+        self.file = folder / "results.jsonl"
+        self._is_writable = True
         self._stored: tuple[int, list[Evaluation]] = (0, [])  # the size of results.jsonl when it was read last, and its records
         self._unstored: list[Evaluation] = []  # records that could not be written
 

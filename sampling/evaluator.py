@@ -195,7 +195,8 @@ class Evaluator:
 
         `labels` contains the class of each sample, which `class_agreement` needs.
         """
-        values, y = {}, None if labels is None else torch.as_tensor(labels)
+        values = {}
+        y = None if labels is None else torch.as_tensor(labels)
         with log_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             for pair in zip(self.references, samples):
                 values |= evaluate(*pair, y, self.accelerator.device)
@@ -203,7 +204,8 @@ class Evaluator:
 
     def jackknife(self, samples: Sequence[Features], labels: Sequence[int] | None, num_groups: int) -> dict[str, list[float]]:
         """Call `evaluations.suite.jackknife` for each detector. This method does not use the GPU, so it can run in a thread."""
-        values, y = {}, None if labels is None else torch.as_tensor(labels)
+        values = {}
+        y = None if labels is None else torch.as_tensor(labels)
         for pair in zip(self.references, samples):
             values |= jackknife(*pair, y, num_groups)
         return values

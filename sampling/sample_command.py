@@ -82,7 +82,8 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
     files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
-    run_config, names = checkpoint.config, read_class_names(checkpoint)
+    run_config = checkpoint.config
+    names = read_class_names(checkpoint)
     machine = fill(cfg.machine, dict(run_config.machine))
     check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
@@ -115,7 +116,8 @@ def class_numbers(classes: list[int | str], names: list[str] | None, path: str |
 
     Other text lists numbers, ranges and names, separated by commas.
     """
-    known, numbers = {name: number for number, name in enumerate(names or ())}, []
+    known = {name: number for number, name in enumerate(names or ())}
+    numbers = []
     for entry in classes:
         if entry in known:
             numbers.append(known[entry])
@@ -242,7 +244,8 @@ def sample_files(sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show
         with open_atomically(plan.files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
-    batch_size, writing = plan.recipe.sampling.batch_size, iter(())
+    batch_size = plan.recipe.sampling.batch_size
+    writing = iter(())  # of the previous batch
     bar = progress_bar(total=len(seeds), unit="image", disable=not show_progress)
     with bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):

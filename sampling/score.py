@@ -53,7 +53,8 @@ def score_samples(
     Returns:
         The record, the images' features (on the main process), and their labels, or None if the detector has other classes.
     """
-    settings, start_sec = planned.settings, time.perf_counter()
+    start_sec = time.perf_counter()
+    settings = planned.settings
     seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
     labels = draw_labels(seeds, sampler.data.num_classes, settings["labels"])
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)

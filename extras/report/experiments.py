@@ -66,7 +66,8 @@ class Experiment:
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
-        run, values = self.runs[0], dict(measure.other_settings)
+        run = self.runs[0]
+        values = dict(measure.other_settings)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
         expected = dict.fromkeys(vars(row.sampler)) | sampler_for_results(row.sampler)
         expected["network_precision"] = row.sampling.precision

@@ -153,7 +153,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
     Each record of an evaluation in the folders is added to the run that it evaluated.
     """
-    runs, problems = [], {}
+    runs = []
+    problems = {}
     for file in find_files(folders, "config.yaml"):
         try:
             if file.parent.parent.name != "checkpoints":
@@ -177,8 +178,8 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
     starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
-    run, lines = Run(path, read_config(path), present_starts(starts)), read_metrics(path / "metrics.jsonl")
-    for line in lines:
+    run = Run(path, read_config(path), present_starts(starts))
+    for line in read_metrics(path / "metrics.jsonl"):
         run.speeds[line["step"]] = line["steps_per_sec"]
         if isinstance(images := line.get("images_seen"), int):
             run.image_offset = images - line["step"] * run.cfg.train.batch_size
@@ -192,7 +193,8 @@ def add_records(file: Path, records: Sequence[Evaluation], runs: Sequence[Run]) 
     The hash of a checkpoint identifies its run, even if the folder was moved. A record of a checkpoint that is gone belongs to
     the run in whose folder the file lies, or else to the only run with its name, unless it has another checkpoint at the step.
     """
-    orphans, folder = set(), file.parent.parent
+    orphans = set()
+    folder = file.parent.parent
     own = [run for run in runs if run.path == folder] if file.parent.name == "evaluations" else []
     for record in records:
         named = own or [run for run in runs if run.path.name == record.run]
