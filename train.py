@@ -42,7 +42,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training import build, saving, tracking
     from training.data import open_data, open_validation
     from training.hooks import lowest_metric
-    from training.parallel import check_processes
+    from training.parallel import check_batch_divides
     from training.plan import plan_training
     from training.start import begin_run
     from training.stop import call_previous_handler, wait_to_be_killed
@@ -55,7 +55,7 @@ def main(cfg: TrainConfig) -> float | None:
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
     train, machine = cfg.train, cfg.machine
     accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)
-    check_processes(train, accelerator.num_processes)
+    check_batch_divides(train, accelerator.num_processes)
     check_machine(cfg, accelerator.device, accelerator.num_processes)
     validation = open_validation(cfg, dataset)
     run = RunFolder(cfg.output_dir, cfg.name)

@@ -33,7 +33,7 @@ from configs.schema import (
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, fill, flatten
+from configs.settings import OneOrMany, Settings, as_list, fill_missing, flatten
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -162,14 +162,14 @@ class FidConfig(_Command):
         of_run = run_config.evaluation
         values = dict(of_run.at_step(step, run_config.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if fill(self.evaluation, values).owners_of_weights != of_run.owners_of_weights:
+        if fill_missing(self.evaluation, values).owners_of_weights != of_run.owners_of_weights:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
-        return fill(self.evaluation, values)
+        return fill_missing(self.evaluation, values)
 
     def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluation:
         """Return the group evaluation for `number` images on disk, with the background that they state."""
         values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        return fill(self.evaluation, values)
+        return fill_missing(self.evaluation, values)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""

@@ -298,9 +298,9 @@ class Wandb(Settings):
     project: Text
 
 
-def validate_groups(raw: dict, **types: type) -> Settings:
+def validate_groups(raw: dict, **classes: type) -> Settings:
     """Validate groups whose types follow from other keys."""
-    fields = {name: (kind, ...) for name, kind in types.items()}
+    fields = {name: (kind, ...) for name, kind in classes.items()}
     return validate(raw, create_model("Groups", __base__=Settings, **fields))
 
 

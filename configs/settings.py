@@ -37,7 +37,7 @@ def as_list(value: T | list[T]) -> list[T]:
     return value if isinstance(value, list) else [value]
 
 
-def fill(settings: S, values: Mapping[str, object]) -> S:
+def fill_missing(settings: S, values: Mapping[str, object]) -> S:
     """Return settings with the value in `values` for every key that is None."""
     filled = {key: values[key] for key, value in settings if value is None and key in values}
     return settings.model_copy(update=filled)

@@ -15,7 +15,9 @@ from torch import Tensor
 
 @dataclass
 class BatchOrder:
-    """Iterate over the batches of a training run. Every epoch is a random permutation of all items, drawn from (seed, epoch).
+    """Order of the items in a training run. Iterating yields the items and flips of each micro-batch of this process.
+
+    Every epoch is a random permutation of all items, drawn from (seed, epoch).
 
     Entry j of the global batch at step s has position k = s * batch_size + j in the sequence of epochs. The item at position k
     is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the order does

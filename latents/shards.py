@@ -25,6 +25,7 @@ from torch import Tensor
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, pop_format, read_json, regular_file, write_atomically
 from common.images import hash_pixels
+from common.randomness import SampleRandom
 from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
@@ -254,13 +255,13 @@ def mean_and_log_variance(stored: Tensor, kind: str) -> tuple[Tensor, Tensor | N
     return mean, log_variance.clamp(-30, 20)  # same clamp as in diffusers' DiagonalGaussianDistribution
 
 
-def draw_latents(stored: Tensor, kind: str, random=None) -> Tensor:
+def draw_latents(stored: Tensor, kind: str, random: SampleRandom | None = None) -> Tensor:
     """Sample latents [b, C, H, W] from [b, C or 2C, H, W]. For `moments`, `random.randn(C, H, W)` draws noise [b, C, H, W]."""
     mean, log_variance = mean_and_log_variance(stored, kind)
     return mean if log_variance is None else mean + (log_variance / 2).exp() * random.randn(*mean.shape[1:])
 
 
-def latents_for_network(stored: Tensor, info: ShardInfo, random=None) -> Tensor:
+def latents_for_network(stored: Tensor, info: ShardInfo, random: SampleRandom | None = None) -> Tensor:
     """Convert stored latents [b, C or 2C, H, W] to the network input, float32 [b, C, H, W]. `draw_latents` explains `random`."""
     return normalize_latents(draw_latents(stored.float(), info.kind, random), info)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dit
 from common.errors import UserError
+from configs.schema import TrainConfig
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def compile_network(net: dit.DiT, mode: str) -> None:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
-def why_no_cuda_graph(cfg, device: torch.device, num_processes: int) -> str | None:
+def why_no_cuda_graph(cfg: TrainConfig, device: torch.device, num_processes: int) -> str | None:
     """Return why training steps do not run as CUDA graphs (training/step_graph.py), or None if they do."""
     if cfg.train.cuda_graphs == "none":
         return "train.cuda_graphs=none"
@@ -90,7 +91,7 @@ def why_no_cuda_graph(cfg, device: torch.device, num_processes: int) -> str | No
     return None
 
 
-def check_machine(cfg, device: torch.device, num_processes: int) -> None:
+def check_machine(cfg: TrainConfig, device: torch.device, num_processes: int) -> None:
     """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
     train = cfg.train
     check_compile_mode(cfg.machine.compile, device)

@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.jobs import job_overrides, joblib_worker
+from configs.schema import Machine
 from runtime import processes
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def check_gpus() -> None:
         )
 
 
-def use_machine(machine, device: torch.device) -> None:
+def use_machine(machine: Machine, device: torch.device) -> None:
     """Use the settings of the group machine that a command has taken from a run, after `start_accelerator`."""
     if machine.cpu_threads is not None:
         torch.set_num_threads(machine.cpu_threads)

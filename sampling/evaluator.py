@@ -143,7 +143,11 @@ class Evaluator:
         self.references = [self._load_reference(reference, detector) for detector in detectors]
 
     def features_of_samples(
-        self, sampler: ImageSampler, labels: Mapping[int, int], stop: Callable[[], bool] = lambda: False, name: str = "evaluation"
+        self,
+        image_sampler: ImageSampler,
+        labels: Mapping[int, int],
+        stop: Callable[[], bool] = lambda: False,
+        name: str = "evaluation",
     ) -> list[Features]:
         """Sample one image per seed, and compute its features with each detector.
 
@@ -163,7 +167,7 @@ class Evaluator:
             batches = [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
-            images = (sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
+            images = (image_sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
             return extract(self.detectors, images)
 
         return compute_on_all_processes(self.accelerator, len(labels), compute)

@@ -21,7 +21,7 @@ from common.images import are_same_colour
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluation
-from configs.settings import as_list, fill
+from configs.settings import as_list, fill_missing
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SweepPoint:
+class FidPoint:
     """An evaluation of a fid.py command: what it measures, and how to sample. Images on disk have no recipe."""
 
     planned: PlannedEvaluation
@@ -49,7 +49,7 @@ class SweepPoint:
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
+class FidPlan:
     """What a fid.py command evaluates. The main process decides it for all processes.
 
     Attributes:
@@ -65,8 +65,8 @@ class EvaluationPlan:
         batch_size: Number of reference images, or of images on disk, in a batch.
     """
 
-    points: list[SweepPoint]
-    missing: list[SweepPoint]
+    points: list[FidPoint]
+    missing: list[FidPoint]
     results: dict[Checkpoint | None, Results]
     class_names: dict[Checkpoint | None, list[str] | None]
     sampler_keys: list[str]
@@ -76,11 +76,11 @@ class EvaluationPlan:
     machine: Machine
     batch_size: int
 
-    def find(self, point: SweepPoint) -> Evaluation | None:
+    def find(self, point: FidPoint) -> Evaluation | None:
         """Return the record of a point, or None if it is still to do."""
         return self.results[point.checkpoint].find(point.planned)
 
-    def columns(self, point: SweepPoint) -> dict[str, object]:
+    def columns(self, point: FidPoint) -> dict[str, object]:
         """Return what tables and messages show of a point."""
         if point.recipe is None:
             return columns_of(point.planned)
@@ -97,7 +97,7 @@ class EvaluationPlan:
         return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *opened]
 
 
-def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
+def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
     plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
     folders = ", ".join(dict.fromkeys(str(results.folder) for results in plan.results.values()))
@@ -106,13 +106,13 @@ def plan_evaluations(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     return plan
 
 
-def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
+def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Plan the evaluation of checkpoints: each of them with each combination of the listed settings."""
     checkpoints = find_checkpoints(cfg)
     recipes = choose_recipes(cfg, checkpoints)
     evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
-    machine = fill(cfg.machine, dict(recipes[0].run_config.machine))
+    machine = fill_missing(cfg.machine, dict(recipes[0].run_config.machine))
     check_compile_mode(machine.compile, device)
     reference = open_reference(
         evaluation.reference,
@@ -126,7 +126,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     evaluated = list(dict.fromkeys(point.checkpoint for point in points))
     results = open_results(cfg.output, evaluated)
     class_names = {checkpoint: read_class_names(checkpoint) for checkpoint in evaluated}
-    return EvaluationPlan(
+    return FidPlan(
         points=points,
         missing=find_missing(points, results),
         results=results,
@@ -140,7 +140,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> EvaluationPlan:
     )
 
 
-def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
+def plan_image_set(cfg: FidConfig) -> FidPlan:
     """Plan the evaluation of images on disk, which is a single point."""
     images = open_images_to_evaluate(cfg)
     evaluation = cfg.evaluation_of_images(len(images), images.background)
@@ -155,9 +155,9 @@ def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
     warn_of_jpegs(images, reference)
     output = output_for_images(cfg, images)
     settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
-    points = [SweepPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
+    points = [FidPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
     results = {None: Results(output).ensure_writable()}
-    return EvaluationPlan(
+    return FidPlan(
         points=points,
         missing=find_missing(points, results),
         results=results,
@@ -166,7 +166,7 @@ def plan_image_set(cfg: FidConfig) -> EvaluationPlan:
         reference=reference,
         images=images,
         evaluation=evaluation,
-        machine=fill(cfg.machine, {"compile": "none", "tf32": True}),
+        machine=fill_missing(cfg.machine, {"compile": "none", "tf32": True}),
         batch_size=cfg.sampling.batch_size or 64,
     )
 
@@ -263,14 +263,14 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
 
 def points_of_recipes(
     recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluation], scoring: dict[str, object]
-) -> list[SweepPoint]:
+) -> list[FidPoint]:
     """Return the point of each recipe, without points that measure the same.
 
     Args:
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
     """
-    points: list[SweepPoint] = []
+    points: list[FidPoint] = []
     measured: list[tuple[str, dict]] = []  # what tells points apart
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
@@ -285,7 +285,7 @@ def points_of_recipes(
         identity = (checkpoint.hash, planned.compared_settings)
         if identity not in measured:  # intervals have no effect at cfg_scale=1
             measured.append(identity)
-            points.append(SweepPoint(planned, recipe))
+            points.append(FidPoint(planned, recipe))
     return points
 
 
@@ -323,12 +323,12 @@ def results_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def find_missing(points: Sequence[SweepPoint], results: Mapping[Checkpoint | None, Results]) -> list[SweepPoint]:
+def find_missing(points: Sequence[FidPoint], results: Mapping[Checkpoint | None, Results]) -> list[FidPoint]:
     """Return the points that have no results yet, in the order of their evaluation."""
     return in_random_order([point for point in points if not results[point.checkpoint].find(point.planned)])
 
 
-def in_random_order(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+def in_random_order(points: Sequence[FidPoint]) -> list[FidPoint]:
     """Return the points in a new random order, so that commands at the same time rarely meet at a point.
 
     The points of a network stay together, because loading and compiling it takes long.

@@ -17,7 +17,7 @@ from evaluations.tables import EvaluationTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
-from sampling.fid_plan import EvaluationPlan, SweepPoint
+from sampling.fid_plan import FidPlan, FidPoint
 from sampling.score import score_images, score_samples
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NUM_GROUPS = 10  # groups of samples for the jackknife
 
 
-def evaluate_points(plan: EvaluationPlan, accelerator: Accelerator) -> None:
+def evaluate_points(plan: FidPlan, accelerator: Accelerator) -> None:
     """Evaluate the points that have no results yet. Every process must call this function."""
     if not plan.missing:
         return
@@ -48,13 +48,13 @@ class PointRunner:
     meanwhile, if there are several checkpoints.
     """
 
-    def __init__(self, plan: EvaluationPlan, accelerator: Accelerator, thread: ThreadPoolExecutor):
+    def __init__(self, plan: FidPlan, accelerator: Accelerator, thread: ThreadPoolExecutor):
         self.plan, self.accelerator, self._thread = plan, accelerator, thread
         self.has_several = len({point.checkpoint for point in plan.points}) > 1
         self._storing: list[Future] = []  # filled only on the main process
         self._evaluator: Evaluator | None = None  # built by the first point, after its network is loaded
 
-    def is_missing(self, point: SweepPoint) -> bool:
+    def is_missing(self, point: FidPoint) -> bool:
         """Return whether a point is still to evaluate. Raises an error of the thread, such as one of a full disk."""
         for future in self._storing:
             if future.done():
@@ -67,23 +67,23 @@ class PointRunner:
             return False
         return True
 
-    def evaluate(self, point: SweepPoint, title: str) -> None:
+    def evaluate(self, point: FidPoint, title: str) -> None:
         """Score a point. Its record is stored while the next point is sampled."""
         plan, recipe = self.plan, point.recipe
-        sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
+        image_sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
         if self._evaluator is None:
             detectors = build_detectors(plan.evaluation, self.accelerator)
             cache = plan.results[plan.points[0].checkpoint].reference_cache
             self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
-        if sampler is None:
+        if image_sampler is None:
             scored = score_images(self._evaluator, plan.images, point.planned)
         else:
             class_names = plan.class_names[point.checkpoint]
-            scored = score_samples(self._evaluator, sampler, point.planned, class_names, name=title)
+            scored = score_samples(self._evaluator, image_sampler, point.planned, class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 
-    def _store(self, point: SweepPoint, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
+    def _store(self, point: FidPoint, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
         errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
         log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
         self.plan.results[point.checkpoint].add(record.model_copy(update={"jackknife": errors}))
@@ -94,7 +94,7 @@ class PointRunner:
             future.result()
 
 
-def describe_point(point: SweepPoint, plan: EvaluationPlan) -> str:
+def describe_point(point: FidPoint, plan: FidPlan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
@@ -103,7 +103,7 @@ def describe_point(point: SweepPoint, plan: EvaluationPlan) -> str:
     return format_settings({"step": point.planned.step, **differing})
 
 
-def write_results(plan: EvaluationPlan) -> float | None:
+def write_results(plan: FidPlan) -> float | None:
     """Write the tables and plots of all points, and print a table. The main process calls this function.
 
     Return the lowest value of the first metric, which sweepers minimise.

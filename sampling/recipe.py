@@ -21,7 +21,7 @@ from common.errors import UserError
 from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import RecipeOverrides, SamplingOverrides, sampler_of_run
-from configs.settings import fill
+from configs.settings import fill_missing
 from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
@@ -68,7 +68,7 @@ class Recipe:
         run_config = checkpoint.config
         average = ema_hash = None
         sampler = sampler_of_run(run_config, overrides.sampler)
-        sampling = fill(overrides.sampling, sampling_in_training(run_config))
+        sampling = fill_missing(overrides.sampling, sampling_in_training(run_config))
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 

@@ -36,7 +36,7 @@ from common.progress import progress_bar
 from configs.differences import differences
 from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
 from configs.schema import Labels, Machine
-from configs.settings import fill, nearest, read_stored
+from configs.settings import fill_missing, nearest, read_stored
 from evaluations.images import write_npz
 from runtime.compilation import check_compile_mode
 from runtime.processes import SeenFile, see_file, wait_for_all
@@ -84,7 +84,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run_config = checkpoint.config
     names = read_class_names(checkpoint)
-    machine = fill(cfg.machine, dict(run_config.machine))
+    machine = fill_missing(cfg.machine, dict(run_config.machine))
     check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
     classes = cfg.classes and class_numbers(cfg.classes, names, run_config.data.path)
@@ -101,11 +101,11 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
 def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
     """Sample the missing images, and write the grid and the .npz file. Every process must call this function."""
     if plan.missing:
-        sampler = plan.recipe.load_image_sampler(accelerator.device, plan.machine.compile)
+        image_sampler = plan.recipe.load_image_sampler(accelerator.device, plan.machine.compile)
         mine = plan.missing[accelerator.process_index :: accelerator.num_processes]
-        sample_files(sampler, mine, plan, show_progress=accelerator.is_main_process)
+        sample_files(image_sampler, mine, plan, show_progress=accelerator.is_main_process)
         cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
-        log.info(f"cost     {cost}", sampler.cost)
+        log.info(f"cost     {cost}", image_sampler.cost)
     wait_for_all()
     if accelerator.is_main_process:
         write_grid_and_npz(plan)
@@ -237,7 +237,7 @@ def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterat
         yield
 
 
-def sample_files(sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show_progress: bool) -> None:
+def sample_files(image_sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show_progress: bool) -> None:
     """Sample an image for each seed and write a PNG file. A PNG file appears only when complete."""
 
     def write(seed: int, image: np.ndarray) -> None:
@@ -250,7 +250,7 @@ def sample_files(sampler: ImageSampler, seeds: list[int], plan: SamplePlan, show
     with bar, ThreadPoolExecutor() as threads:
         for start in range(0, len(seeds), batch_size):
             batch = seeds[start : start + batch_size]
-            images = sampler(batch, [plan.labels[seed] for seed in batch])
+            images = image_sampler(batch, [plan.labels[seed] for seed in batch])
             list(writing)  # wait until the previous batch is written, and raise any write error
             writing = threads.map(write, batch, images)
             bar.update(len(batch))

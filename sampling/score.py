@@ -39,7 +39,7 @@ def settings_of_samples(recipe: Recipe, evaluation: schema.SharedEvaluation, sco
 
 def score_samples(
     evaluator: Evaluator,
-    sampler: ImageSampler,
+    image_sampler: ImageSampler,
     planned: PlannedEvaluation,
     class_names: Sequence[str] | None,
     stop: Callable[[], bool] = lambda: False,
@@ -56,11 +56,11 @@ def score_samples(
     start_sec = time.perf_counter()
     settings = planned.settings
     seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
-    labels = draw_labels(seeds, sampler.data.num_classes, settings["labels"])
+    labels = draw_labels(seeds, image_sampler.data.num_classes, settings["labels"])
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)
-    features = evaluator.features_of_samples(sampler, labels, stop, name)
+    features = evaluator.features_of_samples(image_sampler, labels, stop, name)
     metrics = on_main(partial(evaluator.evaluate, features, compared))
-    record = planned.with_figures(metrics, time.perf_counter() - start_sec, cost=sampler.cost)
+    record = planned.with_figures(metrics, time.perf_counter() - start_sec, cost=image_sampler.cost)
     return record, features, compared
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from checkpoints import store
 from common.errors import UserError
 from extras.posthoc_ema import list_snapshots
-from training.parallel import check_processes
+from training.parallel import check_batch_divides
 
 
 @pytest.fixture(scope="module")
@@ -149,4 +149,4 @@ def test_only_the_group_for_long_waits_has_a_long_timeout(runs):
 def test_a_number_of_processes_that_does_not_fit_is_refused():
     train = checked(["train.grad_accum_steps=2"]).train
     with pytest.raises(UserError, match="train.batch_size=64 .*3 processes x train.grad_accum_steps=2 = 6"):
-        check_processes(train, 3)
+        check_batch_divides(train, 3)

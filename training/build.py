@@ -78,8 +78,10 @@ def build_hooks(
         active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
     if sampling_parts.grid:
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampling_parts.grid))
-    for recipe, sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_samplers):
-        hook = hooks.SampleEvaluation(run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, sampler, plan.scoring)
+    for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_samplers):
+        hook = hooks.SampleEvaluation(
+            run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, image_sampler, plan.scoring
+        )
         active.append(hook)
     if validation:
         active.append(ValidationLoss(run.results, cfg.evaluation.every, validation))

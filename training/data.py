@@ -11,7 +11,7 @@ from common.images import are_same_colour, differing_class
 from common.progress import log_if_slow
 from configs import schema
 from configs.differences import differences
-from configs.settings import fill
+from configs.settings import fill_missing
 from latents.channel_statistics import USUAL_STD, estimate_std
 from latents.dataset import LatentDataset
 
@@ -43,8 +43,8 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, message)
     filled = {
         "data": data.model_copy(update=stored),
-        "sampling": fill(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
-        "evaluation": fill(cfg.evaluation, {"background": dataset.encode_settings.get("background", "white")}),
+        "sampling": fill_missing(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
+        "evaluation": fill_missing(cfg.evaluation, {"background": dataset.encode_settings.get("background", "white")}),
     }
     cfg = cfg.model_copy(update=filled)
     return fill_in_lengths(cfg, len(dataset)), dataset
@@ -61,7 +61,7 @@ def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCon
         "sample_grid": {"every": every},
         "evaluation": {"every": 2 * every if cfg.evaluation.reference or cfg.evaluation.validation else 0},
     }
-    filled = cfg.model_copy(update={group: fill(getattr(cfg, group), values) for group, values in rule.items()})
+    filled = cfg.model_copy(update={group: fill_missing(getattr(cfg, group), values) for group, values in rule.items()})
     if derived := differences(cfg, filled):
         log.info("for %d images: %s", num_images, ", ".join(f"{change.key}={change.new}" for change in derived))
     return filled

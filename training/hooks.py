@@ -46,7 +46,7 @@ class LogMetrics(Hook):
         self.raise_write_error()
         if trainer.step == trainer.first_step:
             return
-        record = trainer.pop_metrics() | {name: float(value) for name, value in self.measured.items()}
+        record = trainer.reduce_and_reset_metrics() | {name: float(value) for name, value in self.measured.items()}
         on_main(partial(append_line, self.run.metrics, record))  # a full disk is one line on every process
         track(trainer.accelerator, record)
 
@@ -60,7 +60,7 @@ class SampleGrids(Hook):
 
     run: RunFolder
     every: int
-    sampler: ImageSampler
+    image_sampler: ImageSampler
     runs_network = True
 
     def __call__(self, trainer: Trainer) -> None:
@@ -69,13 +69,13 @@ class SampleGrids(Hook):
             return
         accelerator, size = trainer.accelerator, trainer.cfg.sampling.batch_size
         seeds = list(range(trainer.cfg.sample_grid.num_samples))
-        labels = [seed % self.sampler.data.num_classes for seed in seeds]
+        labels = [seed % self.image_sampler.data.num_classes for seed in seeds]
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
         images = []  # filled only on the main process
         for start in until_stopped(bar, trainer.stop.poll_now):
             batch = slice(start, start + size)
-            sampled = keep_on_main(partial(self.sampler, seeds[batch], labels[batch]))
+            sampled = keep_on_main(partial(self.image_sampler, seeds[batch], labels[batch]))
             images.extend([] if sampled is None else sampled)
 
         def save() -> None:
@@ -145,7 +145,7 @@ class SampleEvaluation(EvaluationHook):
 
     evaluator: Evaluator
     recipe: Recipe
-    sampler: ImageSampler
+    image_sampler: ImageSampler
     scoring: dict[str, object]
 
     def planned(self, trainer: Trainer) -> PlannedEvaluation:
@@ -154,4 +154,4 @@ class SampleEvaluation(EvaluationHook):
         return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
-        return score_samples(self.evaluator, self.sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]
+        return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]

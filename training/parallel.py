@@ -15,7 +15,7 @@ from configs.schema import Train, TrainConfig
 from runtime.compilation import checkpoint_activations, compile_network, resolve_compile
 
 
-def check_processes(train: Train, num_processes: int) -> None:
+def check_batch_divides(train: Train, num_processes: int) -> None:
     """Raise UserError if the global batch cannot be divided among the processes into equal micro-batches."""
     parts = num_processes * train.grad_accum_steps
     if train.batch_size % parts:

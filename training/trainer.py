@@ -157,7 +157,13 @@ class Trainer:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
         train, data = self.cfg.train, self.dataset
         order = BatchOrder(
-            len(data), train.batch_size, self.cfg.seed, self.step, train.num_steps, self.micro_batch_slices, data.has_flips
+            num_items=len(data),
+            batch_size=train.batch_size,
+            seed=self.cfg.seed,
+            start_step=self.step,
+            num_steps=train.num_steps,
+            slices=self.micro_batch_slices,
+            with_flips=data.has_flips,
         )
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
@@ -289,7 +295,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def pop_metrics(self) -> dict[str, Any]:
+    def reduce_and_reset_metrics(self) -> dict[str, Any]:
         """Return a metrics record with the losses and speed since the last record.
 
         Every process must call this method between steps.

@@ -23,15 +23,15 @@ from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
 class StratifiedRandom(SeedRandom):
     """Variant of SeedRandom for items 0, 1, ... of a data set. The noise levels cover their distribution evenly.
 
-    The noise level of item i lies in tenth i mod 10 of the distribution. A golden-ratio sequence spaces the noise levels of each
-    tenth evenly.
+    The noise level of item i lies in bin i mod NUM_BINS of the distribution. A golden-ratio sequence spaces the noise levels of
+    each bin evenly.
     """
 
     def __init__(self, items: Sequence[int], device: torch.device, stream: str):
         super().__init__(items, device, stream)
         items = torch.as_tensor(items)
-        positions = (items // 10 + 0.5).double() * ((5**0.5 - 1) / 2) % 1
-        self._even = ((items % 10 + positions) / 10).float().to(device)
+        positions = (items // NUM_BINS + 0.5).double() * ((5**0.5 - 1) / 2) % 1
+        self._even = ((items % NUM_BINS + positions) / NUM_BINS).float().to(device)
 
     def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
         return torch.special.ndtri(self._even) if draw is torch.randn else self._even

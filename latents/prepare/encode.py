@@ -42,7 +42,18 @@ from latents.prepare.labelled_images import (
     to_jpeg,
 )
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder, ShardWriter
-from latents.shards import UNFINISHED, Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo, draw_latents, pack_images
+from latents.shards import (
+    LATENT_TENSORS,
+    UNFINISHED,
+    Duplicates,
+    Kind,
+    NumClasses,
+    Part,
+    Resolution,
+    ShardInfo,
+    draw_latents,
+    pack_images,
+)
 from latents.torch_files import read_channel_statistics
 from runtime.machine import cores_per_process, start_accelerator
 from runtime.processes import SeenFile, check_new_file, check_same, gather_lists, keep_on_main, on_main
@@ -365,14 +376,14 @@ def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
     """Return empty latents [0, C or 2C, h, w]."""
     channels = (1 if cfg.grey else vae.channels) * (1 + (cfg.kind == "moments"))
     size = cfg.resolution // vae.downsampling
-    return {name: torch.empty(0, channels, size, size) for name in ("latents", "latents_flip")[: 1 + cfg.flips]}
+    return {name: torch.empty(0, channels, size, size) for name in LATENT_TENSORS[: 1 + cfg.flips]}
 
 
 def _encode(batch: _Batch, vae: Autoencoder, cfg: EncodeConfig, device: torch.device) -> dict[str, Tensor]:
     """Encode a batch into latents [b, C or 2C, h, w] on the device. If flips=true, also encode the mirrored images."""
     pixels = from_uint8(batch.pixels.to(device, non_blocking=True))[:, : 1 if cfg.grey else 3]
     latents = {}
-    for flip, name in enumerate(("latents", "latents_flip")[: 1 + cfg.flips]):
+    for flip, name in enumerate(LATENT_TENSORS[: 1 + cfg.flips]):
         moments = vae.encode_moments(pixels.flip(-1) if flip else pixels)
         if cfg.kind == "sample":
             random = SeedRandom([(cfg.seed, item.index, flip) for item in batch.items], device)

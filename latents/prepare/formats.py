@@ -20,7 +20,7 @@ from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
 from latents.dataset import evenly_spaced_items
 from latents.prepare.labelled_images import read_dataset_json, to_jpeg
-from latents.shards import shard_files
+from latents.shards import LATENT_TENSORS, shard_files
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics
 
@@ -60,7 +60,7 @@ class LatentSource:
             if any(array.shape != self.shape or not np.isfinite(array).all() for array in arrays):
                 raise UserError(f"{name} is {list(arrays[0].shape)} or not finite; need finite numbers {list(self.shape)}")
             latents[:, index - start] = arrays
-        return dict(zip(("latents", "latents_flip"), torch.from_numpy(latents)))
+        return dict(zip(LATENT_TENSORS, torch.from_numpy(latents)))
 
     def open_jpegs(self, resolution: int) -> Callable[[int], bytes]:
         """Return a function that returns an item's JPEG file of `resolution` pixels."""
@@ -222,7 +222,7 @@ class LightningDiTFolder(LatentSource):
     def _load(self, index: int) -> list[np.ndarray]:
         file, row = self.items[index]
         with safe_open(file, framework="pt") as f:
-            return [f.get_slice(name)[row].float().numpy() for name in ("latents", "latents_flip")[: 1 + self.has_flips]]
+            return [f.get_slice(name)[row].float().numpy() for name in LATENT_TENSORS[: 1 + self.has_flips]]
 
 
 FORMATS = (MaskDiTLMDB, Tars, FastDiTFolder, REPAFolder, LightningDiTFolder)
