@@ -141,7 +141,12 @@ def sparse(
         ratios = ratios_at(level)[:count]
         route_noise = inputs.draw_route_noise() if any(ratios) else None
         networks = inputs.denoise, inputs.weak or inputs.denoise
-        return [net(x, level, y, selection_ratios=ratio, route_noise=route_noise) for net, ratio in zip(networks, ratios)]
+        # A dense branch gets no noise, because the routes of a second network may have another shape.
+        noise_of_branch = [route_noise if ratio else None for ratio in ratios]
+        return [
+            network(x, level, y, selection_ratios=ratio, route_noise=noise)
+            for network, ratio, noise in zip(networks, ratios, noise_of_branch)
+        ]
 
     return _guide(branches, lambda *batch: branches(*batch, count=1)[0], w, **bounds)
 

@@ -57,6 +57,7 @@ Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's nu
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
+NonNegativeOrInfinite = Annotated[float, Field(ge=0), _NUMBER]
 
 
 def _increasing(ends: list[float]) -> list[float]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from common.randomness import SampleRandom
-from common.types import NonNegativeFloat, PositiveFloat, Steps, settings_dataclass
+from common.types import NonNegativeFloat, NonNegativeOrInfinite, PositiveFloat, Steps, settings_dataclass
 
 
 @settings_dataclass
@@ -34,7 +32,7 @@ class HeunSampler:
     rho: PositiveFloat = 7.0
     S_churn: NonNegativeFloat = 0.0
     S_min: NonNegativeFloat = 0.0
-    S_max: Annotated[float, Field(ge=0)] = math.inf
+    S_max: NonNegativeOrInfinite = math.inf
     S_noise: NonNegativeFloat = 1.0
 
     def __post_init__(self):

@@ -256,6 +256,7 @@ def test_a_key_without_a_role_is_an_error():
         ("model.routes=null", "model.routes is not set: .*list"),
         ("train.lr=true", "train.lr: True is not a number"),
         ("sampler.num_steps=true", "num_steps: True is not a number"),
+        ("sampler.S_max=true", "S_max: True is not a number"),
         ("train.precision=fp16", "^train.precision='fp16': .*'bf16'\nsampling.precision='fp16': .*'bf16'"),
         ("sampler.S_churn=-1", "sampler.S_churn=-1: .*0"),
         ("sampler.sigma_min=90.0", "sampler: .*sigma_min=90"),

@@ -281,6 +281,12 @@ def test_a_network_without_routes_guides_with_a_second_network_if_no_tokens_skip
         guidance.sparse(about, w=2.0, r_strong=0.5, r_weak=0.0)
 
 
+def test_a_dense_second_network_gets_no_noise_of_routes_that_it_lacks():
+    strong, weak = Recorder(), Recorder()
+    guidance.sparse(make_inputs(strong, weak=weak, weak_route_noise_shape=(0, 4)), w=2.0, r_strong=0.5, r_weak=0.0)(X, LEVEL, Y)
+    assert strong.calls[0]["scores"] is not None and weak.calls[0]["scores"] is None
+
+
 def test_moving_ratios_need_one_noise_level_per_batch():
     about = GuidanceInputs(Recorder(), NUM_CLASSES, (1, 16), lambda: torch.rand(2, 1, 16), Recorder(), (1, 16), (3.0, 2.0, 1.0))
     with pytest.raises(ValueError, match="use one level per batch"):
