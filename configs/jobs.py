@@ -23,7 +23,7 @@ from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_config, quote_letters
 from configs.guard import FULL_ERRORS, guard, leave_processes
-from configs.hydra_errors import JobFailures, raise_errors
+from configs.hydra_errors import raise_errors
 from configs.schema import TrainConfig
 from configs.settings import S
 
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
 LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
+
+# Errors of the jobs in this process. `run_job` keeps them here, and `run_hydra` raises the first one after Hydra has returned. If
+# the job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
+job_errors: list[Exception] = []
 
 
 def run_hydra(command: Callable[[], object], config_name: str) -> None:
@@ -44,16 +48,17 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     sys.argv[1:] = map(quote_letters, sys.argv[1:])
     # The jobs of submitit find our modules in this path, from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    job_errors.clear()  # from an earlier command in this process
 
     def run() -> None:
-        with raise_errors(), env_override({"PYTHONPATH": path}), JobFailures() as jobs:
+        with raise_errors(), env_override({"PYTHONPATH": path}):
             try:
                 command()
             except SystemExit as stop:  # after a signal
-                if stop.code or not jobs.has_failed:
+                if stop.code or not job_errors:
                     raise
-            if jobs.has_failed:  # a signal stopped the sweep, or a search went on without the failed runs
-                sys.exit("error: runs of the sweep failed; their errors are logged above")
+        if job_errors:
+            raise job_errors[0]
 
     guard(run, partial(explain_error, config_name=config_name))
 
@@ -77,7 +82,7 @@ def raising_package(error: Exception) -> str:
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    In a sweep, an error ends only its job (`fail_in_sweep`).
+    An error is kept for `run_hydra`. In a sweep, it ends only its job (`fail_in_sweep`).
     """
     log_to_stderr()
     hydra_cfg = HydraConfig.get()
@@ -96,12 +101,13 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     except SystemExit as stop:  # after a signal
         # The sweep's process would get this exit code, and no failure of another worker.
         sys.exit(stop.code if joblib_worker() is None else stop.code or 1)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (run_hydra raises it again)
         if not is_sweep:
-            raise
+            job_errors.append(error)
+            return None
         failure = log_failure(error, arguments)
         has_diverged = isinstance(error, Diverged)
-    # The error is gone here: Hydra keeps what a job raises until the sweep ends, and a traceback keeps all memory of the run.
+    # The error is gone here: its traceback would keep all memory of the run until the sweep ends.
     return fail_in_sweep(hydra_cfg, failure, has_diverged)
 
 
@@ -133,21 +139,26 @@ def log_failure(error: Exception, arguments: Sequence[str]) -> str:
     return failure
 
 
-def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float:
+def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float | None:
     """End a failed job of a sweep, which goes on with the next job and fails at its end.
 
     If the run diverged in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids its settings. With
     several connected processes, the first error ends the sweep, because the others may still be executing the failed run.
     """
+    choices = hydra_cfg.runtime.choices
     if has_diverged and searcher_of(hydra_cfg) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
         return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
-    if is_connected() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
+    if is_connected() and choices["hydra/launcher"] == "basic":
         sys.exit(1)
     if "SUBMITIT_EXECUTOR" in os.environ:
         import submitit  # an optional package, which must be there in its own job
 
         failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
-    raise UserError(failure)
+    error = UserError(failure)
+    job_errors.append(error)
+    if choices["hydra/launcher"] != "basic" or choices["hydra/sweeper"] != "basic":
+        raise error  # the process of the sweep, or its search, gets the error from Hydra
+    return None
 
 
 def job_overrides() -> list[str]:
