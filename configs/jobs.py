@@ -22,8 +22,7 @@ from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
 from configs.compose import explain, parse_config, quote_letters
-from configs.guard import FULL_ERRORS, guard, leave_processes
-from configs.hydra_errors import raise_errors
+from configs.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from configs.schema import TrainConfig
 from configs.settings import S
 
@@ -48,10 +47,13 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     sys.argv[1:] = map(quote_letters, sys.argv[1:])
     # The jobs of submitit find our modules in this path, from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # With HYDRA_FULL_ERROR=1, Hydra raises its errors. Otherwise it prints them and exits. The jobs need the value that the user
+    # set, for their logs. Every launcher copies JobRuntime to its processes.
+    JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
     job_errors.clear()  # from an earlier command in this process
 
     def run() -> None:
-        with raise_errors(), env_override({"PYTHONPATH": path}):
+        with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
             try:
                 command()
             except SystemExit as stop:  # after a signal
