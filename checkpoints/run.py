@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -49,7 +49,7 @@ def read_metrics(file: Path) -> list[dict]:
 
     Lines with a missing field or a number that is not finite are left out with a warning.
     """
-    return list(read_lines(file, partial(validate, kind=TrainingLine)))
+    return list(read_lines(file, lambda raw: validate(raw, TrainingLine)))
 
 
 def present_starts(starts: list[dict]) -> list[dict]:

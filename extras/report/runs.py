@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -177,7 +177,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
-    starts = list(read_lines(path / "starts.jsonl", partial(validate, kind=StartLine)))
+    starts = list(read_lines(path / "starts.jsonl", lambda raw: validate(raw, StartLine)))
     run = Run(path, read_config(path), present_starts(starts))
     for line in read_metrics(path / "metrics.jsonl"):
         run.speeds[line["step"]] = line["steps_per_sec"]
