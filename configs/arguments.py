@@ -31,14 +31,14 @@ def run_command(
         keys: Maps a command to "module:class" if its function accepts one object. The fields of the class are the command's keys.
         further: Further values for the function.
     """
-    name, *typed = arguments or ["--help"]
+    name, *remaining = arguments or ["--help"]
     if name in HELP:
         sys.stdout.write(description)
         return
     if name not in commands:
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
     settings_class = (keys or {}).get(name)
-    if HELP & set(typed):
+    if HELP & set(remaining):
         sys.stdout.write(source_of(settings_class or commands[name]))
         return
     function = resolve_name(commands[name])
@@ -46,7 +46,7 @@ def run_command(
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     types = {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in parameters}
     texts = {key for key, kind in get_type_hints(target).items() if kind in (str, str | None)}
-    raw = dict(read_argument(argument, texts) for argument in typed) | further
+    raw = dict(read_argument(argument, texts) for argument in remaining) | further
     values = dict(validate(raw, create_model(name, __base__=Settings, **types)))
     function(target(**values)) if settings_class else function(**values)
 

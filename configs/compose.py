@@ -99,23 +99,23 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
         raise UserError(explain(e, overrides, config_name)) from e
 
 
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_typed: bool = True) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_as_written: bool = True) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
-        are_typed: Whether `overrides` are as the user typed them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
+        are_as_written: Whether `overrides` are as the user wrote them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
     """
-    typed = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
-    if typed.get("experiment", "").startswith("bases/"):  # some parts compose and would train
+    overridden = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    if overridden.get("experiment", "").startswith("bases/"):  # some parts compose and would train
         raise UserError(NO_ROW)
     if removed := next((override for override in overrides if override.startswith("~")), None):
         key = removed[1:].partition("=")[0]
         raise UserError(f"{removed}: every key has a value, so none can be removed; write {key}=<value>")
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
-    as_typed = {key: value for key, value in typed.items() if are_typed or has_interpolation(value)}
-    settings = validate(raw, settings_class, as_typed)
+    as_written = {key: value for key, value in overridden.items() if are_as_written or has_interpolation(value)}
+    settings = validate(raw, settings_class, as_written)
     return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
 
 

@@ -92,7 +92,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
         check_launcher(hydra_cfg, is_sweep)
-        settings = parse_config(cfg, settings_class, arguments, are_typed=not is_sweep)
+        settings = parse_config(cfg, settings_class, arguments, are_as_written=not is_sweep)
         if is_sweep and searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
             remedy = "set evaluation.every and evaluation.reference"
             raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
@@ -164,7 +164,7 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> fl
 
 
 def job_overrides() -> list[str]:
-    """Return the arguments of the job that Hydra runs, with their interpolations as they were typed."""
+    """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them."""
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 

@@ -22,13 +22,13 @@ def run_name(default: str, overrides: Sequence[str], values: Mapping[str, object
     Args:
         values, roles: Value and role of each dotted key. Keys inside lists have none.
     """
-    typed = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
-    if "name" in typed:
+    overridden = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
+    if "name" in overridden:
         return default  # it is the user's name
-    in_default = {"experiment", "seed"} if "experiment" in typed else {"data", "model"}
+    in_default = {"experiment", "seed"} if "experiment" in overridden else {"data", "model"}
     parts = [
         part_of(key, values.get(f"{key}.name" if key in GROUPS else key, text))
-        for key, text in typed.items()
+        for key, text in overridden.items()
         if key not in in_default and (role := role_of(key, roles)) and role.resume != "accepts"
     ]
     return shorten("_".join([default, *parts])) if parts else default

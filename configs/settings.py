@@ -43,37 +43,37 @@ def fill_missing(settings: S, values: Mapping[str, object]) -> S:
     return settings.model_copy(update=filled)
 
 
-def validate(raw: dict, kind: type[T], typed: Mapping[str, str] = MappingProxyType({})) -> T:
+def validate(raw: dict, settings_class: type[T], as_written: Mapping[str, str] = MappingProxyType({})) -> T:
     """Convert `raw` to an instance of a settings class or dataclass.
 
-    `typed` contains values as the user typed them, by dotted key. Text that looks like a number, such as 2024_11_25, is taken
-    from `typed`, because Hydra reads it as the number 20241125. A number from an interpolation, such as ${seed}, becomes text.
+    `as_written` contains values as the user wrote them, by dotted key. Text that looks like a number, such as 2024_11_25, is
+    taken from there, because Hydra reads the number 20241125. A number from an interpolation, such as ${seed}, becomes text.
     """
     try:
-        return TypeAdapter(kind).validate_python(raw)
+        return TypeAdapter(settings_class).validate_python(raw)
     except ValidationError as e:
-        texts = _texts_for_numbers(e.errors(), raw, typed)
+        texts = _texts_for_numbers(e.errors(), raw, as_written)
         if not texts:
-            known = {**flatten(raw), **kind.__pydantic_fields__}
+            known = {**flatten(raw), **settings_class.__pydantic_fields__}
             messages = [_explain(error, raw, known) for error in e.errors()]
             raise UserError("\n".join(dict.fromkeys(messages))) from e
-    return validate(_replace(raw, texts), kind)
+    return validate(_replace(raw, texts), settings_class)
 
 
-def _texts_for_numbers(errors: Iterable[dict], raw: dict, typed: Mapping[str, str]) -> dict[str, str]:
-    """Return the text for each key in `typed` that must be text but is a number in `raw`.
+def _texts_for_numbers(errors: Iterable[dict], raw: dict, as_written: Mapping[str, str]) -> dict[str, str]:
+    """Return the text for each key in `as_written` that must be text but is a number in `raw`.
 
-    For name=2024_11_25, the text is what the user typed, because Hydra's number is 20241125. For name=${seed}, it is the number
+    For name=2024_11_25, the text is what the user wrote, because Hydra's number is 20241125. For name=${seed}, it is the number
     that the interpolation gave.
     """
     numbers = {_find(error, raw): error["input"] for error in errors if _is_number_for_text(error)}
-    typed_numbers = {key: number for key, number in numbers.items() if key in typed}
-    return {key: str(number) if has_interpolation(typed[key]) else typed[key] for key, number in typed_numbers.items()}
+    written = {key: as_written[key] for key in numbers if key in as_written}
+    return {key: str(numbers[key]) if has_interpolation(text) else text for key, text in written.items()}
 
 
-def has_interpolation(typed: str) -> bool:
-    """Return whether a value as the user typed it contains an interpolation. In a sweep, Hydra escapes the braces."""
-    return "${" in typed or r"$\{" in typed
+def has_interpolation(text: str) -> bool:
+    """Return whether a value as the user wrote it contains an interpolation. In a sweep, Hydra escapes the braces."""
+    return "${" in text or r"$\{" in text
 
 
 def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
@@ -117,21 +117,22 @@ def _is_number_for_text(error: dict) -> bool:
     return error["type"] == "string_type" and type(error["input"]) in (int, float)
 
 
-def read_stored(raw: dict, kind: type[S], source: object) -> S:
+def read_stored(raw: dict, settings_class: type[S], source: object) -> S:
     """Convert settings that are stored in the file `source` to settings of this version (see docs/architecture.md).
 
-    A key that the file lacks was added later. It gets the default in `kind`, which is the value that the code used before. A key
-    in `kind.removed_keys` is accepted with the value there. The UserError names all unknown, missing and wrong keys in one line.
+    A key that the file lacks was added later. It gets the default in `settings_class`, which is the value that the code used
+    before. A key in `settings_class.removed_keys` is accepted with the value there. The UserError names all unknown, missing and
+    wrong keys in one line.
     """
     raw = deepcopy(raw)
     problems: list[str] = []
-    for key, value in kind.removed_keys.items():
+    for key, value in settings_class.removed_keys.items():
         *groups, name = key.split(".")
         group = functools.reduce(lambda parent, part: parent.get(part, {}), groups, raw)
         if (stored := group.pop(name, value)) != value:
             problems.append(f"{key}={stored!r}, but this version has no such key and always uses {value!r}")
     try:
-        settings = kind.model_validate(raw)
+        settings = settings_class.model_validate(raw)
     except ValidationError as e:
         keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
         for error in e.errors():
