@@ -33,7 +33,7 @@ from configs.schema import (
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, fill_missing, flatten
+from configs.settings import OneOrMany, Settings, as_list, flatten, resolve
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -80,6 +80,14 @@ class MachineOverrides(overrides_of(Machine)):
 
 class EvaluationOverrides(overrides_of(SharedEvaluation)):
     pass
+
+
+class ResolvedSampling(Sampling):
+    """The group sampling with the values that determine an image. `ema_length` is None for weights that a checkpoint stores."""
+
+    autoencoder: AutoencoderSpec
+    weights: Weights
+    ema_length: EMALength | None
 
 
 class SamplingOverrides(overrides_of(Sampling)):
@@ -162,14 +170,14 @@ class FidConfig(_Command):
         of_run = run_config.evaluation
         values = dict(of_run.at_step(step, run_config.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if fill_missing(self.evaluation, values).owners_of_weights != of_run.owners_of_weights:
+        if resolve(self.evaluation, values, SharedEvaluation).owners_of_weights != of_run.owners_of_weights:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
-        return fill_missing(self.evaluation, values)
+        return resolve(self.evaluation, values, SharedEvaluation)
 
     def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluation:
         """Return the group evaluation for `number` images on disk, with the background that they state."""
         values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        return fill_missing(self.evaluation, values)
+        return resolve(self.evaluation, values, SharedEvaluation)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""

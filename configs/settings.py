@@ -43,6 +43,14 @@ def fill_missing(settings: S, values: Mapping[str, object]) -> S:
     return settings.model_copy(update=filled)
 
 
+def resolve(overrides: Settings, values: Mapping[str, object], settings_class: type[S]) -> S:
+    """Return settings of `settings_class`: the `overrides`, with the value in `values` for every key that is None.
+
+    They are validated already, and `settings_class` does not validate them again.
+    """
+    return settings_class.model_construct(**dict(fill_missing(overrides, values)))
+
+
 def validate(raw: dict, settings_class: type[T], as_written: Mapping[str, str] = MappingProxyType({})) -> T:
     """Convert `raw` to an instance of a settings class or dataclass.
 

@@ -21,7 +21,7 @@ from common.images import are_same_colour
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluation
-from configs.settings import as_list, fill_missing
+from configs.settings import as_list, resolve
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
@@ -112,7 +112,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
     recipes = choose_recipes(cfg, checkpoints)
     evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
-    machine = fill_missing(cfg.machine, dict(recipes[0].run_config.machine))
+    machine = resolve(cfg.machine, dict(recipes[0].run_config.machine), Machine)
     check_compile_mode(machine.compile, device)
     reference = open_reference(
         evaluation.reference,
@@ -166,7 +166,7 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
         reference=reference,
         images=images,
         evaluation=evaluation,
-        machine=fill_missing(cfg.machine, {"compile": "none", "tf32": True}),
+        machine=resolve(cfg.machine, {"compile": "none", "tf32": True}, Machine),
         batch_size=cfg.sampling.batch_size or 64,
     )
 

@@ -20,8 +20,8 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from configs import schema
 from configs.differences import differences_for
-from configs.sampling_schema import RecipeOverrides, SamplingOverrides, sampler_of_run
-from configs.settings import fill_missing
+from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
+from configs.settings import resolve
 from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
@@ -37,7 +37,7 @@ class Recipe:
     Attributes:
         run_config: Configuration of the run that trains the network, with the data settings filled in.
         sampler: Sampler of the run's diffusion, with the settings to use.
-        sampling: Settings of the group sampling. None of them is left to the run.
+        sampling: Settings of the group sampling to use.
         guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
         checkpoint: Checkpoint of the network, or None for a network in training.
         weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
@@ -48,7 +48,7 @@ class Recipe:
 
     run_config: schema.TrainConfig
     sampler: schema.Sampler
-    sampling: SamplingOverrides
+    sampling: ResolvedSampling
     guidance: schema.GuidanceSettings
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
@@ -68,7 +68,7 @@ class Recipe:
         run_config = checkpoint.config
         average = ema_hash = None
         sampler = sampler_of_run(run_config, overrides.sampler)
-        sampling = fill_missing(overrides.sampling, sampling_in_training(run_config))
+        sampling = resolve(overrides.sampling, sampling_in_training(run_config), ResolvedSampling)
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
@@ -81,7 +81,7 @@ class Recipe:
     @classmethod
     def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
-        sampling = SamplingOverrides(**sampling_in_training(run_config))
+        sampling = ResolvedSampling(**sampling_in_training(run_config))
         guidance, weak = resolve_guidance(guidance, run_config)
         autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
         return cls(run_config, run_config.sampler, sampling, guidance, weak=weak, autoencoder_hash=autoencoder_hash)

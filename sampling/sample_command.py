@@ -36,7 +36,7 @@ from common.progress import progress_bar
 from configs.differences import differences
 from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
 from configs.schema import Labels, Machine
-from configs.settings import fill_missing, nearest, read_stored
+from configs.settings import nearest, read_stored, resolve
 from evaluations.images import write_npz
 from runtime.compilation import check_compile_mode
 from runtime.processes import SeenFile, see_file, wait_for_all
@@ -84,7 +84,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run_config = checkpoint.config
     names = read_class_names(checkpoint)
-    machine = fill_missing(cfg.machine, dict(run_config.machine))
+    machine = resolve(cfg.machine, dict(run_config.machine), Machine)
     check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
     classes = cfg.classes and class_numbers(cfg.classes, names, run_config.data.path)
