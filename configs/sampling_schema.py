@@ -11,18 +11,19 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field, create_model
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field
 
 from common.errors import UserError
-from common.types import AutoencoderSpec, PositiveInt, Text
+from common.types import AutoencoderSpec, Colour, NonNegativeInt, PositiveInt, Text
 from configs.schema import (
     CheckpointPath,
+    Compile,
+    Detector,
     EMALength,
     Guidances,
     GuidanceSettings,
     Labels,
-    Machine,
+    NumSamples,
     Precision,
     Rounding,
     Sampler,
@@ -62,26 +63,6 @@ Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Classes = Annotated[list[int | str], Field(min_length=1), BeforeValidator(list_entries)]
 
 
-def overrides_of(kind: type[Settings]) -> type[Settings]:
-    """Return a class of settings in which every key of `kind` may also be None, which stands for the run's value."""
-
-    def accept_none(field: FieldInfo) -> Any:
-        checked = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-        return checked | None
-
-    fields = {name: (accept_none(field), ...) for name, field in kind.__pydantic_fields__.items()}
-    return create_model(kind.__name__, __base__=kind, **fields)
-
-
-# This is a class and no assignment, because plans are pickled between processes, and pickle finds a class by its module and name.
-class MachineOverrides(overrides_of(Machine)):
-    pass
-
-
-class EvaluationOverrides(overrides_of(SharedEvaluation)):
-    pass
-
-
 class ResolvedSampling(Sampling):
     """The group sampling with the values that determine an image. `ema_length` is None for weights that a checkpoint stores."""
 
@@ -90,9 +71,38 @@ class ResolvedSampling(Sampling):
     ema_length: EMALength | None
 
 
-class SamplingOverrides(overrides_of(Sampling)):
+# The keys and types of a group of train.py, where None stands for the run's value. tests/test_choices.py holds them equal.
+class MachineOverrides(Settings):
+    compile: Compile | None
+    tf32: bool | None
+    cpu_threads: PositiveInt | None
+
+
+class EvaluationOverrides(Settings):
+    num_samples: NumSamples | None
+    first_seed: NonNegativeInt | None
+    detector: OneOrMany[Detector] | None
+    detector_weights: Text | None
+    dinov2_weights: Text | None
+    background: Colour | None
+    reference: Text | None
+
+
+class SamplingOverrides(Settings):
+    labels: Labels | None
+    precision: Precision | None
+    rounding: Rounding | None
+    batch_size: PositiveInt | None
+    autoencoder: AutoencoderSpec | None
     weights: Weights | None
     ema_length: EMALength | None
+
+
+class SamplingSweep(SamplingOverrides):
+    """The overrides of fid.py, which may list several values of these keys."""
+
+    weights: OneOrMany[Weights] | None
+    ema_length: OneOrMany[EMALength] | None
 
 
 class RecipeOverrides(NamedTuple):
@@ -141,11 +151,6 @@ class ImageSettings(Settings):
     precision: Precision
     rounding: Rounding
     autoencoder_hash: str | None = None  # hash of its files if they are local
-
-
-class SamplingSweep(overrides_of(Sampling)):
-    weights: OneOrMany[Weights] | None
-    ema_length: OneOrMany[EMALength] | None
 
 
 class FidConfig(_Command):

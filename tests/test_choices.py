@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields
 from pkgutil import resolve_name
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 import dit
+from common.roles import Role
 from configs import sampling_schema, schema
 from configs.compose import compose_overrides
 from configs.settings import GROUPS, Settings
@@ -137,6 +138,25 @@ def test_the_settings_of_every_sampler_are_keys_of_its_group():
         settings = {field.name for field in fields(resolve_name(kind).Sampler)}
         stored = yaml.safe_load((CONFIGS / "diffusion" / f"{name}.yaml").read_text())["sampler"]
         assert stored.keys() == settings and stored == vars(resolve_name(kind).Sampler())
+
+
+def test_overrides_have_the_keys_of_their_groups_with_the_same_types():
+    def or_none(hint):
+        if get_origin(hint) is Annotated:
+            parts = [part for part in hint.__metadata__ if not isinstance(part, Role)]
+            hint = Annotated[(hint.__origin__, *parts)] if parts else hint.__origin__
+        return hint | None
+
+    for overrides, group, listed_keys in (
+        (sampling_schema.MachineOverrides, schema.Machine, set()),
+        (sampling_schema.EvaluationOverrides, schema.SharedEvaluation, set()),
+        (sampling_schema.SamplingOverrides, sampling_schema.ResolvedSampling, set()),
+        (sampling_schema.SamplingSweep, sampling_schema.ResolvedSampling, {"weights", "ema_length"}),
+    ):
+        found, expected = (get_type_hints(kind, include_extras=True) for kind in (overrides, group))
+        assert overrides.model_fields.keys() == group.model_fields.keys()
+        for key in group.model_fields.keys() - listed_keys:
+            assert found[key] == or_none(expected[key]), key
 
 
 def test_the_groups_that_the_commands_share_with_training_have_its_keys():
