@@ -18,7 +18,7 @@ from common.types import AutoencoderSpec, Colour, NonNegativeInt, PositiveInt, T
 from configs.schema import (
     CheckpointPath,
     Compile,
-    Detector,
+    DetectorName,
     EMALength,
     Guidances,
     GuidanceSettings,
@@ -81,7 +81,7 @@ class MachineOverrides(Settings):
 class EvaluationOverrides(Settings):
     num_samples: NumSamples | None
     first_seed: NonNegativeInt | None
-    detector: OneOrMany[Detector] | None
+    detector: OneOrMany[DetectorName] | None
     detector_weights: Text | None
     dinov2_weights: Text | None
     background: Colour | None

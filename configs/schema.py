@@ -50,7 +50,7 @@ NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a c
 FolderName = Annotated[str, types.matching(r"[^/\\.][^/\\]*", "a folder name without slashes and without a dot at its start")]
 CheckpointPath = Text  # checkpoint folder, or a run folder to select its newest checkpoint
 _DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
-Detector = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
+DetectorName = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]
 Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_compile
@@ -259,7 +259,7 @@ class SharedEvaluation(Settings):
 
     num_samples: NumSamples
     first_seed: NonNegativeInt
-    detector: OneOrMany[Detector]
+    detector: OneOrMany[DetectorName]
     detector_weights: Text | None
     dinov2_weights: Text | None
     background: Colour | None

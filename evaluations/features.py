@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.files import hash_bytes, regular_file, write_atomically
 from common.progress import progress_bar
 from evaluations.images import ImageSet, read_ahead
-from evaluations.metrics import Statistics, radii2_of_reference, statistics_of
+from evaluations.metrics import Statistics, squared_radii_of_reference, statistics_of
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Features:
     logits: Tensor | None = None  # [N, C] float32, unnormalised log-probabilities of the classes
     spatial: Tensor | None = None  # [N, S] float32
     statistics: dict[str, Statistics] = field(default_factory=dict)  # statistics by layer, which metrics use if available
-    _kept: dict[tuple[str, str], Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `_keep`
+    _memo: dict[tuple[str, str], Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `_memoised`
 
     def __len__(self) -> int:
         return len(self.pool)
@@ -45,12 +45,12 @@ class Features:
         """Return the tensors `pool`, `logits` and `spatial` in a dictionary, without tensors that are None."""
         return {name: x for name in ("pool", "logits", "spatial") if (x := getattr(self, name)) is not None}
 
-    def radii2_on(self, device: torch.device | str) -> Tensor:
-        """Return `metrics.radii2_of_reference` of `pool` [N]. The first call computes it on the device.
+    def squared_radii_on(self, device: torch.device | str) -> Tensor:
+        """Return `metrics.squared_radii_of_reference` of `pool` [N]. The first call computes it on the device.
 
         Later calls return the same tensor, because many sample sets share one reference, whose search takes longest.
         """
-        return self._keep("radii", device, lambda: radii2_of_reference(self.pool.to(device)))
+        return self._memoised("radii", device, lambda: squared_radii_of_reference(self.pool.to(device)))
 
     def gaussian_on(self, layer: str, device: torch.device | str) -> Statistics | Tensor | None:
         """Return the statistics of a layer on the device, or its features if there are no statistics.
@@ -58,15 +58,15 @@ class Features:
         The statistics stay on the device, with the root that they cache.
         """
         if layer in self.statistics:
-            return self._keep(layer, device, lambda: self.statistics[layer].to(device))
+            return self._memoised(layer, device, lambda: self.statistics[layer].to(device))
         features = getattr(self, layer)
         return None if features is None else features.to(device)
 
-    def _keep(self, name: str, device: torch.device | str, compute: Callable[[], Any]) -> Any:
+    def _memoised(self, name: str, device: torch.device | str, compute: Callable[[], Any]) -> Any:
         """Return what an earlier call computed for this name and device, or compute it."""
-        if (key := (name, str(device))) not in self._kept:
-            self._kept[key] = compute()
-        return self._kept[key]
+        if (key := (name, str(device))) not in self._memo:
+            self._memo[key] = compute()
+        return self._memo[key]
 
     def select(self, items: Tensor) -> Features:
         """Return the features of the images `items` [n], int64, in this order and without statistics."""

@@ -132,33 +132,34 @@ NUM_NEIGHBOURS = 3  # number of neighbours in improved precision and recall (Kyn
 
 
 def precision_recall(
-    reference: Tensor, samples: Tensor, tile_size: int = 2048, reference_radii2: Tensor | None = None
+    reference: Tensor, samples: Tensor, tile_size: int = 2048, reference_squared_radii: Tensor | None = None
 ) -> tuple[float, float]:
     """Compute precision, the fraction of samples [N, D] in a ball around any reference [M, D], and recall, with the sets swapped.
 
     Each ball extends to its point's third nearest neighbour in the same set, inclusive. Distances are computed in tiles, so only
     a centred copy of the features and a few tiles have to fit into memory. Features must be float32 or float64, with N, M > 3.
 
-    `reference_radii2` is the result of `radii2_of_reference`, if an earlier call has computed it.
+    `reference_squared_radii` is the result of `squared_radii_of_reference`, if an earlier call has computed it.
     """
-    radii2_reference = radii2_of_reference(reference, tile_size) if reference_radii2 is None else reference_radii2
+    if reference_squared_radii is None:
+        reference_squared_radii = squared_radii_of_reference(reference, tile_size)
     # |a|^2 + |b|^2 - 2ab loses precision if the norms are much larger than the distance. Centring reduces the norms.
     centre = reference.mean(0)
     reference, samples = reference - centre, samples - centre
     with full_float32():
-        radii2_samples = squared_radii(samples, tile_size)
+        sample_squared_radii = squared_radii(samples, tile_size)
         sample_inside = torch.zeros(len(samples), dtype=torch.bool, device=samples.device)
         reference_inside = torch.zeros(len(reference), dtype=torch.bool, device=samples.device)
         for rows in _tiles(reference, tile_size):
             for columns in _tiles(samples, tile_size):
                 distances = _squared_distances(reference[rows], samples[columns])
-                sample_inside[columns] |= (distances <= radii2_reference[rows, None]).any(dim=0)
-                reference_inside[rows] |= (distances <= radii2_samples[None, columns]).any(dim=1)
+                sample_inside[columns] |= (distances <= reference_squared_radii[rows, None]).any(dim=0)
+                reference_inside[rows] |= (distances <= sample_squared_radii[None, columns]).any(dim=1)
     # Divide Python integers, because MPS does not support float64.
     return sample_inside.sum().item() / len(samples), reference_inside.sum().item() / len(reference)
 
 
-def radii2_of_reference(reference: Tensor, tile_size: int = 2048) -> Tensor:
+def squared_radii_of_reference(reference: Tensor, tile_size: int = 2048) -> Tensor:
     """Compute the squared radii [M] of the balls around the reference points [M, D] for `precision_recall`."""
     with full_float32():
         return squared_radii(reference - reference.mean(0), tile_size)

@@ -115,7 +115,7 @@ class Evaluation(PlannedEvaluation):
         return self.checkpoint == planned.checkpoint
 
 
-def lowest(records: Iterable[Evaluation]) -> float | None:
+def lowest_figure(records: Iterable[Evaluation]) -> float | None:
     """Return the first metric of the record where it is lowest. Losses on held-out latents count only if nothing else does."""
     measured = [record for record in records if record.metrics]
     measured = [record for record in measured if record.of_samples] or measured

@@ -44,7 +44,7 @@ class FeaturePair:
         if min(len(self.reference), len(self.samples)) <= metrics.NUM_NEIGHBOURS:
             return None, None
         reference, samples = self.reference.pool.to(self.device), self.samples.pool.to(self.device)
-        return metrics.precision_recall(reference, samples, reference_radii2=self.reference.radii2_on(self.device))
+        return metrics.precision_recall(reference, samples, reference_squared_radii=self.reference.squared_radii_on(self.device))
 
     def class_agreement(self) -> float | None:
         """Compute the class agreement. Returns None without labels, or with labels that the detector does not know."""

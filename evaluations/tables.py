@@ -37,7 +37,7 @@ def hashes_of(record: Evaluation) -> dict[str, str | None]:
     return {name: record.settings.get(name) for name in HASHES} | {"checkpoint": record.checkpoint}
 
 
-class EvaluationTable:
+class ResultsTable:
     """Evaluations as rows: settings, metrics with standard errors, and costs.
 
     Args:
@@ -140,10 +140,10 @@ def write_tables(results: Results, measured: Sequence[tuple[PlannedEvaluation, M
                 rows[place] = row
             if not rows:  # a later command would not know whose the files are
                 return
-            table = EvaluationTable(*zip(*rows), plotted)
+            table = ResultsTable(*zip(*rows), plotted)
             write_atomically(results.folder / "results.csv", table.csv())
             write_atomically(results.folder / "results.md", table.markdown())
-            if picture := EvaluationTable(*zip(*found), plotted).plot() if found else None:
+            if picture := ResultsTable(*zip(*found), plotted).plot() if found else None:
                 write_atomically(results.folder / "results.png", picture)
 
     results.write_or_warn(write)

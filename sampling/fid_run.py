@@ -11,9 +11,9 @@ from functools import partial
 from accelerate import Accelerator
 
 from evaluations.features import Features
-from evaluations.record import Evaluation, lowest
+from evaluations.record import Evaluation, lowest_figure
 from evaluations.suite import format_metrics, metrics_for
-from evaluations.tables import EvaluationTable, format_settings, write_tables
+from evaluations.tables import ResultsTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
@@ -113,5 +113,5 @@ def write_results(plan: FidPlan) -> float | None:
         points = [point for point in plan.points if plan.results[point.checkpoint] is results]
         write_tables(results, [(point.planned, plan.columns(point)) for point in points], metric)
     found = [(record, plan.columns(point)) for point in plan.points if (record := plan.find(point))]
-    sys.stdout.write(EvaluationTable(*zip(*found), metric).terminal() if found else "")
-    return lowest(record for record, _ in found)
+    sys.stdout.write(ResultsTable(*zip(*found), metric).terminal() if found else "")
+    return lowest_figure(record for record, _ in found)

@@ -118,7 +118,7 @@ def test_the_radii_of_a_reference_are_computed_once_and_change_nothing(monkeypat
         assert (found["precision_dinov2"], found["recall_dinov2"]) == pytest.approx(expected, abs=1e-12)
     assert computed == [211, 157, 157]
     # A selection of other points has other radii.
-    assert len(reference.select(torch.arange(20)).radii2_on("cpu")) == 20
+    assert len(reference.select(torch.arange(20)).squared_radii_on("cpu")) == 20
 
 
 def test_a_point_on_the_border_of_a_ball_is_inside():

@@ -22,9 +22,9 @@ from common.files import append_line, lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
-from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest, read_records
+from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest_figure, read_records
 from evaluations.suite import metrics_for
-from evaluations.tables import EvaluationTable, columns_of, differ, write_tables
+from evaluations.tables import ResultsTable, columns_of, differ, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import fid_plan, fid_run
@@ -293,9 +293,9 @@ def test_a_record_without_a_hash_counts_only_for_its_step_in_the_folder_of_its_r
     own.add(hashed)
     assert own.find(planned(run="moved", step=4, checkpoint="hash")) == hashed
     assert own.find(planned(run="run", step=4)) is None  # training repeats the step, perhaps with other settings
-    assert lowest([trained, hashed]) == 1.0 and lowest([]) is None
+    assert lowest_figure([trained, hashed]) == 1.0 and lowest_figure([]) is None
     loss = Evaluation(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
-    assert lowest([loss, hashed]) == 2.0 and lowest([loss]) == 0.1
+    assert lowest_figure([loss, hashed]) == 2.0 and lowest_figure([loss]) == 0.1
 
 
 def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_hashes(edm, fid, tmp_path, monkeypatch):
@@ -399,7 +399,7 @@ def test_a_run_whose_folder_takes_no_results_or_has_the_checkpoints_of_another_d
 
 def table_of(results, own):
     write_tables(results, [(done, columns_of(done)) for done in own], "fid")
-    return EvaluationTable(own, [columns_of(done) for done in own], "fid").terminal()
+    return ResultsTable(own, [columns_of(done) for done in own], "fid").terminal()
 
 
 def test_a_point_that_two_commands_evaluate_is_stored_once_and_the_tables_of_the_last_one_have_all(tmp_path):

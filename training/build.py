@@ -79,7 +79,7 @@ def build_hooks(
     if sampling_parts.grid:
         active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampling_parts.grid))
     for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_samplers):
-        hook = hooks.SampleEvaluation(
+        hook = hooks.SampleScores(
             run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, image_sampler, plan.scoring
         )
         active.append(hook)

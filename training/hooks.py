@@ -15,7 +15,7 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
-from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest
+from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest_figure
 from evaluations.suite import display_name, format_metrics
 from evaluations.tables import guidance_fields
 from runtime.processes import keep_on_main, on_main
@@ -118,9 +118,9 @@ class EvaluationHook(Hook):
 
 
 def lowest_metric(trainer: Trainer) -> float | None:
-    """Return the metric of the evaluations of the last step that sweepers minimise (`record.lowest`), or None without any."""
+    """Return the metric of the last evaluations that sweepers minimise (`record.lowest_figure`), or None without any."""
     records = [hook.results.find(hook.planned(trainer)) for hook in trainer.hooks if isinstance(hook, EvaluationHook)]
-    return lowest(record for record in records if record is not None)
+    return lowest_figure(record for record in records if record is not None)
 
 
 def name_in_log(metric: str, record: Evaluation) -> str:
@@ -136,7 +136,7 @@ def name_in_log(metric: str, record: Evaluation) -> str:
 
 
 @dataclass
-class SampleEvaluation(EvaluationHook):
+class SampleScores(EvaluationHook):
     """A hook that scores samples of one guidance.
 
     Attributes:
