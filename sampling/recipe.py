@@ -240,10 +240,12 @@ def _network_to_load(*inputs: torch.Tensor, **routing: object) -> torch.Tensor:
 
 
 def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler) -> None:
-    """Check that guidance is on at a noise level of the sampler, and that no bound exceeds the highest level."""
+    """Check that bounds leave guidance on at a noise level of the sampler, and that none exceeds the highest level."""
     levels = sampler.evaluated_levels()
-    low = getattr(settings, "level_lo", None) or 0.0
-    high = getattr(settings, "level_hi", None)
+    low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
+    if low is None and high is None:
+        return
+    low = low or 0.0
     tolerance = 1 + 1e-6  # guidance compares noise levels in float32
     holds_some = any(low < level and (high is None or level <= high * tolerance) for level in levels)
     if not holds_some or (high is not None and high > levels[0] * tolerance):  # for example, a sigma for a diffusion that uses t

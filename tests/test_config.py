@@ -15,6 +15,7 @@ from configs.compose import CONFIGS
 from configs.differences import differences_for
 from configs.sampling_schema import parse_numbers, sampler_of_run
 from configs.settings import Settings, flatten, read_stored, resolve
+from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
@@ -91,6 +92,16 @@ def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
         recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
+
+
+def test_without_bounds_guidance_may_have_the_noise_level_0_alone():
+    run = checked()
+    for name in ("none", "cfg"):
+        for sampler in (AncestralSampler(num_steps=1), run.sampler):
+            recipe.check_interval(checked([f"guidance={name}"]).guidance[0], run, sampler)
+    bounded = checked(["guidance=interval", "guidance.level_lo=0", "guidance.level_hi=1"]).guidance[0]
+    with pytest.raises(UserError, match="level_lo=0.0 to guidance.level_hi=1.0 does not fit the 1 noise levels .* 0 to 0"):
+        recipe.check_interval(bounded, run, AncestralSampler(num_steps=1))
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
