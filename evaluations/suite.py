@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
+from configs.schema import SMALL_DETECTOR
 from evaluations import metrics
 from evaluations.features import Features
 
@@ -82,7 +83,7 @@ METRICS = (
 
 def small_set(detector: str) -> str | None:
     """Return the data set in the name of a small-image detector (small-fashion -> fashion), or None for other detectors."""
-    match = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
+    match = re.fullmatch(SMALL_DETECTOR, detector)
     return match and match[1]
 
 
