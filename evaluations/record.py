@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
@@ -124,9 +125,7 @@ def lowest_figure(records: Iterable[Evaluation]) -> float | None:
 
 def read_records(file: Path, level: int = logging.WARNING) -> list[Evaluation]:
     """Return the records in a results.jsonl. Lines that are no records are left out with a message at the log level `level`."""
-    records: list[Evaluation] = []
-    list(read_lines(file, lambda line: records.append(validate(line, Evaluation)), level))
-    return records
+    return [Evaluation.model_validate(line) for line in read_lines(file, partial(validate, kind=Evaluation), level)]
 
 
 class Results:
@@ -169,7 +168,8 @@ class Results:
         return self
 
     def _refuse_unwritable(self) -> None:
-        refuse_link(self.folder), refuse_link(self.file)
+        refuse_link(self.folder)
+        refuse_link(self.file)
         unowned = [name for name in ("results.md", "results.csv", "results.png") if (self.folder / name).exists()]
         if unowned and not self.file.exists() and self.run_folder is None:
             raise UserError(f"{self.folder / unowned[0]} was not written by fid.py; choose another output=")
