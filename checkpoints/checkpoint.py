@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint as a value, which the main process reads and shares with the other processes.
 
-    Its small files are verified. `find_newest`, `find_all` and `resolve_checkpoint` also verify large files (see `store.verify`).
+    Its small files are verified, and those of the large files that the command reads (`verify_and_read`).
 
     Attributes:
         path: Folder of the checkpoint.
@@ -85,49 +85,23 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
         return manifest.get("class_names")
 
 
-def find_all(root: Path, files: Collection[str] | None = None) -> list[Checkpoint]:
-    """Verify and return all checkpoints in `root`, in ascending order. Leave out those that a trainer removes meanwhile.
-
-    Damaged checkpoints are left out with a warning, unless all are damaged. Raises UserError on disk errors. `files` lists the
-    files that must be intact (see `store.verify`).
-    """
-    intact, problems = [], []
-    for path in store.list_steps(root).values():
-        found = read_intact(path, files, "it is left out")
-        if isinstance(found, Checkpoint):
-            intact.append(found)
-        elif path.exists():
-            problems.append(found)
-    if problems and not intact:
-        raise problems[0]
-    for problem in problems:
-        log.warning("%s; it is left out", problem)
-    return intact
+# ----------------------------------------------------------------------------------------------------------------------
+# Find checkpoints. `files` lists the files that must be intact, or is None for all files (see `store.verify`).
 
 
-def find_newest(root: Path, files: Collection[str] | None = None) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Return the newest intact checkpoint or None, and the problems of newer, damaged ones. Raises UserError on disk errors.
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint with a missing or altered file. `problem` names the file."""
 
-    If a running trainer removes a checkpoint meanwhile, the search lists the checkpoints again. `files` lists the files that must
-    be intact (see `store.verify`). Warn of newer checkpoints that `list_steps` does not find, because their folders were renamed.
-    """
-    problems: dict[Path, str] = {}
-    while left := [path for path in store.list_steps(root).values() if path not in problems]:
-        found = read_intact(left[-1], files, "looking for the next newest")
-        if isinstance(found, Checkpoint):
-            warn_of_renamed(root, found.step)
-            return found, problems
-        if left[-1].exists():
-            problems[left[-1]] = str(found)
-    warn_of_renamed(root, -1)
-    return None, problems
+    path: Path
+    problem: str
 
 
-def read_intact(folder: Path, files: Collection[str] | None, what_next: str) -> Checkpoint | UserError:
-    """Verify and read a checkpoint. Return what is wrong if it is damaged, or if a running trainer removes it meanwhile.
+def verify_and_read(folder: Path, files: Collection[str] | None = None) -> Checkpoint | Damaged:
+    """Verify and read a checkpoint.
 
-    Raises UserError if the disk cannot be read, or if this version does not read the files. `what_next` ends the warning about a
-    removed checkpoint.
+    Raises UserError if the disk cannot be read, if this version does not read the files, or (`store.Removed`) if a running
+    trainer removes the checkpoint meanwhile.
     """
     is_intact = False
     try:
@@ -135,15 +109,65 @@ def read_intact(folder: Path, files: Collection[str] | None, what_next: str) -> 
         is_intact = True
         return read_checkpoint(folder)
     except UserError as e:
-        if not folder.exists():
-            log.warning("%s was removed while it was read; %s", folder, what_next)
-        elif is_intact or isinstance(e.__cause__, OSError):
+        store.refuse_removed(folder)
+        if is_intact or isinstance(e.__cause__, OSError):
             raise
-        return e
+        return Damaged(folder, str(e))
 
 
-def warn_of_renamed(root: Path, newest_step: int) -> None:
-    """Warn of checkpoints in `root` with a step above `newest_step` whose folders do not have the name of a checkpoint."""
+def scan(folders: Iterable[Path], files: Collection[str] | None, if_removed: str) -> Iterator[Checkpoint | Damaged]:
+    """Verify and yield checkpoints. Warn of those that a trainer removes meanwhile, with `if_removed`, and leave them out."""
+    for folder in folders:
+        try:
+            yield verify_and_read(folder, files)
+        except store.Removed:
+            log.warning("%s was removed while it was read; %s", folder, if_removed)
+
+
+def list_newest_first(root: Path) -> Iterator[Path]:
+    """Yield the checkpoints in `root`. List them again after each, because a running trainer may have saved a newer one."""
+    seen: set[Path] = set()
+    while left := [path for path in store.list_steps(root).values() if path not in seen]:
+        seen.add(left[-1])
+        yield left[-1]
+
+
+def find_newest(root: Path, files: Collection[str] | None = None) -> tuple[Checkpoint | None, list[Damaged]]:
+    """Return the newest intact checkpoint in `root` or None, and the newer ones, which are damaged."""
+    damaged = []
+    for found in scan(list_newest_first(root), files, "looking for the next newest"):
+        if isinstance(found, Checkpoint):
+            return found, damaged
+        damaged.append(found)
+    return None, damaged
+
+
+def find_all(root: Path, files: Collection[str] | None = None) -> list[Checkpoint]:
+    """Return the checkpoints in `root` in ascending order, without damaged ones, of which it warns, unless all are damaged."""
+    found = [*scan(store.list_steps(root).values(), files, "it is left out")]
+    damaged = [checkpoint.problem for checkpoint in found if isinstance(checkpoint, Damaged)]
+    if damaged and len(damaged) == len(found):
+        raise UserError(damaged[0])
+    for problem in damaged:
+        log.warning("%s; it is left out", problem)
+    return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
+
+
+def preview_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that a command will load from `folder`, a run or a checkpoint, or None. Verify its small files only.
+
+    Hashing the large files can take minutes, so commands refuse wrong settings before. They check the settings again afterwards,
+    because the large files may turn out to be damaged, and an earlier checkpoint is then used.
+    """
+    if (folder / store.MANIFEST).exists():
+        found = verify_and_read(folder, ())
+        return found if isinstance(found, Checkpoint) else None
+    return find_newest(folder / "checkpoints", ())[0]
+
+
+def warn_of_renamed(root: Path, newest: Checkpoint | None) -> None:
+    """Warn of checkpoints in `root` after `newest` that are not found, because their folders have other names."""
+    newest_step = -1 if newest is None else newest.step
     known = {*store.list_steps(root).values()}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if folder in known or is_leftover(folder.name) or not (folder / store.MANIFEST).exists():
@@ -155,26 +179,23 @@ def warn_of_renamed(root: Path, newest_step: int) -> None:
 
 
 def resolve_checkpoint(folder: Path, key: str, files: Collection[str] | None = None) -> Checkpoint:
-    """Verify and return the checkpoint `folder`, or return a run's newest intact checkpoint.
-
-    `files` lists the files that the caller reads (see `store.verify`).
-    """
+    """Return the checkpoint `folder`, or the newest intact checkpoint of the run `folder`. `key` names it in errors."""
     checkpoint_files = {*store.WEIGHTS.values(), *(f"{name}.safetensors" for name in store.OPTIONAL)}
     if any(file.name not in checkpoint_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
-        try:
-            store.verify(folder, files)
-        except UserError:
-            store.refuse_removed(folder)
-            raise
-        return read_checkpoint(folder)
+        found = verify_and_read(folder, files)
+        if isinstance(found, Damaged):
+            raise UserError(found.problem)
+        return found
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{store.folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, problems = find_newest(folder / "checkpoints", files)
+    newest, damaged = find_newest(folder / "checkpoints", files)
+    warn_of_renamed(folder / "checkpoints", newest)
     if newest is None:
-        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {'; '.join(problems.values()) or 'none yet'}")
-    for problem in problems.values():
-        log.warning("%s; using an earlier checkpoint", problem)
+        problems = "; ".join(checkpoint.problem for checkpoint in damaged)
+        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {problems or 'none yet'}")
+    for checkpoint in damaged:
+        log.warning("%s; using an earlier checkpoint", checkpoint.problem)
     return newest

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, find_newest, read_checkpoint, read_config, resolve_checkpoint
+from checkpoints.checkpoint import Checkpoint, find_newest, preview_checkpoint, read_config, resolve_checkpoint, warn_of_renamed
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
@@ -31,7 +31,7 @@ def lock_run_and_find_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Che
     if newest is None:
         check_routes(cfg)
     else:
-        check_resume(newest, cfg)
+        check_resume(newest, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
         run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     return newest
 
@@ -67,21 +67,6 @@ def check_routes(cfg: schema.TrainConfig) -> None:
             raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
-def peek_newest(source: Path) -> Checkpoint | None:
-    """Return the checkpoint `source`, or a run's newest one, of which only the small files are verified. None if all are damaged.
-
-    Hashing the large files can take minutes, so wrong settings are refused before. They are checked again afterwards, because the
-    large files may turn out to be damaged, and an earlier checkpoint is then used.
-    """
-    for folder in (source, *reversed(store.list_steps(source / "checkpoints").values())):
-        try:
-            store.verify(folder, ())
-        except UserError:  # the later verification names the problem
-            continue
-        return read_checkpoint(folder)
-    return None
-
-
 def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
     """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
 
@@ -90,19 +75,20 @@ def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> C
     """
     if cfg.resume == "never" and store.list_steps(run.checkpoints):
         raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-    if (candidate := peek_newest(run.path)) is not None:
+    if (candidate := preview_checkpoint(run.path)) is not None:
         if source := candidate.imported_from:
             remedy = f"start another run from its weights: name=<another> init_from={run.path}"
             raise UserError(f"{candidate.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
         refuse_other_settings(candidate, cfg)
-    newest, problems = find_newest(run.checkpoints)
-    if newest is None and problems:
+    newest, damaged = find_newest(run.checkpoints)
+    warn_of_renamed(run.checkpoints, newest)
+    if newest is None and damaged:
         raise UserError(
             f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
-            f"{'; '.join(problems.values())}. Restore one, or start a run under another name=..."
+            f"{'; '.join(checkpoint.problem for checkpoint in damaged)}. Restore one, or start a run under another name=..."
         )
-    for folder, problem in problems.items():
-        log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
+    for checkpoint in damaged:
+        log.warning("%s; renamed to %s", checkpoint.problem, store.rename_damaged(checkpoint.path))
     return newest
 
 
@@ -119,14 +105,14 @@ def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkp
         return None
     source = run.earlier_initial_checkpoint(Path(cfg.init_from))
     raw = store.WEIGHTS["raw"]
-    if (candidate := peek_newest(source)) is not None:
+    if (candidate := preview_checkpoint(source)) is not None:
         check_initial(candidate, cfg)
     checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
     if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
         store.verify(checkpoint.path, [raw])
     elif cfg.init_state == "weights":
         log.warning("init_from=%s has no %s: the raw weights also start from the EMA", cfg.init_from, raw)
-    check_initial(checkpoint, cfg)
+    check_initial(checkpoint, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
     return checkpoint
 
 
@@ -140,7 +126,7 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
-    changed = differences_for(f"init_{cfg.init_state}", stored, cfg)
+    changed = differences_for("init_all" if cfg.init_state == "all" else "init_weights", stored, cfg)
     if stored.model.module_name != cfg.model.module_name:
         changed.append(Change("model.name", stored.model.name, cfg.model.name))
     if changed:

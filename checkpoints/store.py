@@ -162,10 +162,13 @@ def files_for_sampling(weights: Iterable[str], needs_tracked_ema: bool = False) 
     return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * needs_tracked_ema
 
 
+class Removed(UserError):
+    """A checkpoint is gone that was there before: a running trainer keeps only `checkpoint.keep_last`."""
+
+
 def refuse_removed(folder: Path) -> None:
-    """Raise UserError if a checkpoint is gone that was there before: a running trainer keeps only `checkpoint.keep_last`."""
     if not folder.exists():
-        raise UserError(f"{folder} was removed while it was read; run the same command again")
+        raise Removed(f"{folder} was removed while it was read; run the same command again")
 
 
 def verify(folder: Path, files: Collection[str] | None = None) -> None:
