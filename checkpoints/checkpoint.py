@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.files import is_leftover, pop_format, read_yaml
 from configs import schema
 from configs.settings import read_stored
-from latents.shards import hash_of_shards, read_manifest_at
+from latents.shards import hash_of_shards, read_manifest, read_manifest_at
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +178,16 @@ def warn_of_renamed(root: Path, newest: Checkpoint | None) -> None:
                 log.warning(message, folder, step, store.folder_name(step))
 
 
+def holds_latents(folder: Path) -> bool:
+    """Return whether the folder's manifest, whose file has the same name as that of a checkpoint, lists shards."""
+    with contextlib.suppress(UserError):
+        return read_manifest(folder) is not None
+    return False
+
+
 def resolve_checkpoint(folder: Path, key: str, files: Collection[str] | None = None) -> Checkpoint:
     """Return the checkpoint `folder`, or the newest intact checkpoint of the run `folder`. `key` names it in errors."""
-    checkpoint_files = {*store.WEIGHTS.values(), *(f"{name}.safetensors" for name in store.OPTIONAL)}
-    if any(file.name not in checkpoint_files for file in folder.glob("*.safetensors")):  # a folder of latents also has a manifest
+    if holds_latents(folder):
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
         found = verify_and_read(folder, files)

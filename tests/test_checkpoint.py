@@ -207,6 +207,15 @@ def test_init_from_accepts_only_the_folder_of_a_run_or_of_a_checkpoint(tmp_path)
         resolve_checkpoint(run, "init_from")
 
 
+def test_other_tensor_files_in_the_folder_of_a_run_or_checkpoint_are_not_taken_for_latents(tmp_path):
+    newest = save(tmp_path / "run" / "checkpoints", 10)
+    for folder in (tmp_path, tmp_path / "run", newest):
+        (folder / "best.safetensors").touch()
+    assert resolve_checkpoint(tmp_path / "run", "checkpoint") == resolve_checkpoint(newest, "checkpoint")
+    with pytest.raises(UserError, match=f"^checkpoint: {tmp_path} is not the folder of a run or of a complete checkpoint"):
+        resolve_checkpoint(tmp_path, "checkpoint")
+
+
 def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path, caplog):
     folder = save(tmp_path / "run" / "checkpoints", 10)
     ema, raw = store.files_for_sampling(["ema"]), store.files_for_sampling(["raw"])
