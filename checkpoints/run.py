@@ -172,6 +172,12 @@ class RunFolder:
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user
                 file.unlink()
 
+    def has_results(self) -> bool:
+        """Return whether the folder holds metrics, evaluations, grids or snapshots."""
+        files = (self.metrics, self.results.file)
+        folders = (self.samples, self.snapshots)
+        return any(file.exists() and file.stat().st_size for file in files) or any(any(folder.glob("*")) for folder in folders)
+
     def rename_results(self, reason: str) -> None:
         """Rename the files and grids of an earlier run, so that the new run does not delete them (see `is_renamed`).
 

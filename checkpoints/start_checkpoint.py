@@ -53,7 +53,7 @@ def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
             if (last := run.last_step_if_saved()) is None:
                 return
             reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
-    if any(file.exists() and file.stat().st_size > 0 for file in (run.metrics, run.results.file)):
+    if run.has_results():
         run.rename_results(reason)
     run.saved_mark.unlink(missing_ok=True)
 

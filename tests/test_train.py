@@ -341,6 +341,21 @@ def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
     assert (run / "samples").is_dir() and not [*run.glob("samples_earlier_*")]  # an empty folder has nothing to keep
 
 
+@pytest.mark.parametrize("result", ["samples/step_0000001.png", "ema_snapshots/step_0000001_0.safetensors"])
+def test_a_start_with_other_settings_keeps_what_a_killed_run_made_before_its_first_metrics(train, result):
+    run = train("run", "train.num_steps=1")
+    for folder in store.list_steps(run / "checkpoints").values():
+        shutil.rmtree(folder)
+    (run / ".has_saved").unlink()
+    (run / "metrics.jsonl").write_text("")
+    (run / result).parent.mkdir(exist_ok=True)
+    (run / result).write_text("kept")
+    train("run", "train.num_steps=1", "train.lr=1e-4")
+    folder, name = result.split("/")
+    assert [file.read_text() for file in run.glob(f"{folder}_earlier_*/{name}")] == ["kept"]
+    assert len([*run.glob("config_earlier_*.yaml")]) == 1 and not (run / result).exists()
+
+
 def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_with_one_are_loaded(train, tmp_path):
     route = "model.routes=[{{selection_ratio:{},start_layer_idx:1,end_layer_idx:2}}]"
     words = r"model.routes\[0\].selection_ratio=0.06 carries 0 of 16 tokens: use 0, at least 1/16, or smaller patches"
