@@ -578,6 +578,20 @@ def test_a_run_warns_before_the_disk_is_full_and_needs_room_for_a_checkpoint(tra
     assert "more checkpoints" not in caplog.text and "tf32" not in caplog.text  # on a CPU, tf32 has no effect
 
 
+@pytest.mark.parametrize(("num_bytes", "is_enough"), [(20, False), (40, True)])
+def test_a_resumed_run_needs_no_room_for_the_snapshots_that_it_has(train, monkeypatch, caplog, num_bytes, is_enough):
+    """A checkpoint has 24 bytes per parameter and a snapshot 4. The run adds one of each, which need 28."""
+    caplog.set_level("INFO")
+    keys = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=1", "checkpoint.keep_last=1"]
+    run = train("run", *keys)
+    assert len([*(run / "ema_snapshots").iterdir()]) == 6
+    size = float(re.search(r"checkpoints \((\S+) GB each\)", caplog.text)[1])
+    caplog.clear()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=num_bytes / 24 * size * 1e9))
+    train("run", *keys, "train.num_steps=7")
+    assert ("room for only" in caplog.text) != is_enough
+
+
 def test_settings_that_cannot_run_are_refused_before_anything_is_written(train, tmp_path):
     for change, words in (
         (["guidance=autoguidance", "guidance.checkpoint=nowhere", *GRIDS], "guidance.checkpoint"),

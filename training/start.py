@@ -85,10 +85,11 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     free = shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
     num_stored = len(store.list_steps(run.checkpoints))
+    stored = size * num_stored + sum(file.stat().st_size for file in run.snapshots.glob("step_*")) / 1e9
     if free < size and not num_stored:
         problem = f"the disk of {run.path} has {free:.3g} GB free, and a checkpoint needs {size:.3g} GB"
         raise UserError(f"{problem}; free space, or choose another output_dir=...")
-    if needed > free + size * num_stored:
+    if needed > free + stored:
         message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
         log.warning(message, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
 
