@@ -290,7 +290,10 @@ class Trainer:
             self.graph.reset()
 
     def _start_clock(self) -> None:
-        """Start to measure the training time and CUDA's peak memory. Hooks that are due pause both measurements."""
+        """Continue to measure the training time, without the hooks, and restart CUDA's peak memory.
+
+        A metrics line therefore has the peak memory of the steps since the last hooks, not since the last line.
+        """
         self._start_sec = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
