@@ -14,11 +14,8 @@ The trainer saves the run in runs/<name>/. Running the same command again resume
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from functools import partial
-from signal import SIGINT
 
 import hydra
 from omegaconf import DictConfig
@@ -26,8 +23,6 @@ from omegaconf import DictConfig
 from common.errors import UserError
 from configs import jobs
 from configs.schema import TrainConfig
-
-log = logging.getLogger("train")
 
 
 def main(cfg: TrainConfig) -> float | None:
@@ -45,7 +40,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training.parallel import check_batch_divides
     from training.plan import plan_training
     from training.start import begin_run
-    from training.stop import call_previous_handler, wait_to_be_killed
+    from training.stop import leave_after_signal
     from training.trainer import Trainer
 
     # Check the configuration, the data and the checkpoints before any slow work.
@@ -81,20 +76,11 @@ def main(cfg: TrainConfig) -> float | None:
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
-    # A complete run in a job of submitit returns its metric even after a signal, because other jobs have the other runs.
-    ends_sweep = not is_complete or (trainer.is_signalled and "SUBMITIT_EXECUTOR" not in os.environ)
     run.close()
-    if not is_complete:
-        log.warning("stopped after step %d as requested; run the same command to resume", trainer.step)
-        processes.leave()
-        wait_to_be_killed(trainer.stopped_by)
-        call_previous_handler(trainer.stopped_by)  # submitit's handler exits; wandb then uploads the rest, which can take long
-    elif ends_sweep:
-        log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", trainer.step)
+    exit_code = leave_after_signal(trainer.step, is_complete, trainer.is_signalled, trainer.stopped_by)
     tracking.finish(accelerator)
-    if ends_sweep:
-        # Exiting also ends a sweep. The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error.
-        sys.exit(128 + SIGINT if trainer.stopped_by == SIGINT else 0)
+    if exit_code is not None:
+        sys.exit(exit_code)  # also ends a sweep
     return processes.on_main(partial(lowest_metric, trainer))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from runtime import processes
 from runtime.machine import LAUNCHERS
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,32 @@ SAME_REQUEST_SEC = 1.0
 STOP_TIMEOUT = timedelta(minutes=30)  # maximum time to wait for the slowest process
 PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
+
+
+def leave_after_signal(step: int, is_complete: bool, is_signalled: bool, signum: int | None) -> int | None:
+    """End a run that a signal stopped. Return the exit code of the command, or None if it returns the metric of its run.
+
+    The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error. `signum` is the signal that this
+    process received, and `is_signalled` tells whether any process received one.
+
+    | run complete | signal | submitit's job | log                  | then                                                    |
+    |--------------|--------|----------------|----------------------|---------------------------------------------------------|
+    | no           | yes    | no             | stopped after step   | exit code                                               |
+    | no           | yes    | yes            | stopped after step   | Slurm's kill, or submitit's handler, or the exit code   |
+    | yes          | yes    | no             | this run is complete | exit code                                               |
+    | yes          | yes    | yes            | none                 | metric, because other jobs have the sweep's other runs  |
+    | yes          | no     | either         | none                 | metric                                                  |
+    """
+    if not is_complete:
+        log.warning("stopped after step %d as requested; run the same command to resume", step)
+        processes.leave()
+        wait_to_be_killed(signum)
+        call_previous_handler(signum)  # submitit's handler exits; wandb then uploads the rest, which can take long
+    elif is_signalled and "SUBMITIT_EXECUTOR" not in os.environ:
+        log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
+    else:
+        return None
+    return 128 + signal.SIGINT if signum == signal.SIGINT else 0
 
 
 def call_previous_handler(signum: int | None) -> None:
