@@ -77,8 +77,13 @@ def wait_to_be_killed(signum: int | None) -> None:
 class StopSignal:
     """A signal handler that tells every process consistently whether to stop training.
 
-    The processes agree through a CPU all-reduce that starts in one step and finishes in the next. No process waits for its
-    accelerator, and all processes stop after the same step.
+    The processes agree through all-reduces on the CPU, so every process must make the same calls in the same order:
+
+    1. After each step, all call `poll`. It waits for the all-reduce of the previous call and starts the next one. No process
+       waits for its accelerator, and all stop after the same step, which may be one step late.
+    2. Before each batch of a hook that samples or evaluates, all call `poll_now`, which waits for its own all-reduce.
+    3. After the last hook, all call `poll_now` again. No all-reduce is then left, and a signal during the last save counts.
+    4. `close` ends the agreement, also after an error on one process alone.
 
     Python runs the handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
     one signal. On Linux, the process asks the kernel for a SIGRTMIN when the launcher that started the process exits.
@@ -111,24 +116,24 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def poll(self) -> bool:
-        """Return whether to stop after this step, possibly one step late. Every process must call this method once per step."""
+        """Return whether any process had received a signal at the previous call. A single process needs no previous call."""
         is_signalled = self.signum is not None
         if self._group is None:
             return is_signalled
-        answer = self.wait_for_answer()
+        answer = self._wait_for_answer()
         flag = torch.tensor([int(is_signalled)])
         self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
         return answer
 
     def poll_now(self) -> bool:
-        """Wait for all processes and return the answer without the delay of `poll`. Hooks call it before each batch."""
-        return self.poll() or self.wait_for_answer()
+        """Wait for all processes, and return whether any has received a signal."""
+        answer = self.poll()
+        return self._wait_for_answer() or answer
 
-    def wait_for_answer(self) -> bool:
-        """Wait for the previous step's all-reduce and return the result. Every process must call this method after the last step.
+    def _wait_for_answer(self) -> bool:
+        """Wait for the all-reduce of the last `poll`, and return its result, or False if there is none.
 
-        Raises:
-            UserError: If another process exited or did not call `poll` within STOP_TIMEOUT.
+        Raises UserError if another process exited or did not call `poll` within STOP_TIMEOUT.
         """
         if self._pending is None:
             return False

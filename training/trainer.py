@@ -261,7 +261,6 @@ class Trainer:
                 is_complete = True
             for hook in self.hooks:
                 hook.finish(self)
-            self.stop.wait_for_answer()
             self.is_signalled = self.stop.poll_now()  # also by a signal during the last save
             self.stopped_by = self.stop.signum
         self.stop = None  # free the process group here, because garbage collection may run in another thread
