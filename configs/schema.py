@@ -49,8 +49,7 @@ NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a c
 # Names that begin with a dot belong to the project, such as runs/.sweeps.
 FolderName = Annotated[str, types.matching(r"[^/\\.][^/\\]*", "a folder name without slashes and without a dot at its start")]
 CheckpointPath = Text  # checkpoint folder, or a run folder to select its newest checkpoint
-SMALL_DETECTOR = "small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)"  # a set cannot have the name of another detector
-_DETECTORS = f"inception|dinov2|digits|{SMALL_DETECTOR}"
+_DETECTORS = "inception|dinov2|digits|small-[a-z][a-z0-9_]*"
 DetectorName = Annotated[str, types.matching(_DETECTORS, "inception, dinov2, digits or small-<set>")]
 Weights = Literal["ema", "raw"]
 Precision = Literal["fp32", "bf16"]

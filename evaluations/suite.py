@@ -13,7 +13,6 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from configs.schema import SMALL_DETECTOR
 from evaluations import metrics
 from evaluations.features import Features
 
@@ -83,7 +82,7 @@ METRICS = (
 
 def small_set(detector: str) -> str | None:
     """Return the data set in the name of a small-image detector (small-fashion -> fashion), or None for other detectors."""
-    match = re.fullmatch(SMALL_DETECTOR, detector)
+    match = re.fullmatch(r"small-(?!digits$|dinov2$)([a-z][a-z0-9_]*)", detector)  # digits and dinov2 are other detectors
     return match and match[1]
 
 
