@@ -167,6 +167,7 @@ class Removed(UserError):
 
 
 def refuse_removed(folder: Path) -> None:
+    """Raise Removed if a checkpoint is gone that was there before."""
     if not folder.exists():
         raise Removed(f"{folder} was removed while it was read; run the same command again")
 

@@ -44,7 +44,7 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
         command: A function with the decorator `hydra.main`.
         config_name: The name of its file in configs/.
     """
-    sys.argv[1:] = map(quote_letters, sys.argv[1:])
+    sys.argv[1:] = [word if word.startswith("-") else quote_letters(word) for word in sys.argv[1:]]  # not --config-dir=...
     # The jobs of submitit find our modules in this path, from any folder.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # With HYDRA_FULL_ERROR=1, Hydra raises its errors. Otherwise it prints them and exits. The jobs need the value that the user

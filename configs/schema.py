@@ -338,7 +338,7 @@ class TrainConfig(Settings):
     @model_validator(mode="after")
     def _build_diffusion_and_sampler(self) -> TrainConfig:
         """Replace the dictionaries of both groups by objects, whose classes check the keys."""
-        name = str(self.diffusion.get("name"))
+        name = str(self.diffusion.get("name") if isinstance(self.diffusion, dict) else self.diffusion)
         if name not in DIFFUSIONS:
             raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
         diffusion_class = resolve_name(DIFFUSIONS[name])

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
@@ -125,7 +124,8 @@ def lowest_figure(records: Iterable[Evaluation]) -> float | None:
 
 def read_records(file: Path, level: int = logging.WARNING) -> list[Evaluation]:
     """Return the records in a results.jsonl. Lines that are no records are left out with a message at the log level `level`."""
-    return [Evaluation.model_validate(line) for line in read_lines(file, partial(validate, kind=Evaluation), level)]
+    lines = read_lines(file, lambda line: validate(line, Evaluation), level)
+    return [Evaluation(**line) for line in lines]
 
 
 class Results:

@@ -62,7 +62,7 @@ class FidPlan:
         images: Images on disk to evaluate instead of checkpoints, or None.
         evaluation: The group evaluation, which all points share, except num_samples.
         machine: The group machine. Keys that the command leaves open have the values of the first point's run.
-        batch_size: Number of reference images, or of images on disk, in a batch.
+        batch_size: Number of images in a batch: of samples of all runs, of the reference, and of images on disk.
     """
 
     points: list[FidPoint]

@@ -617,6 +617,14 @@ def test_letters_beyond_ascii_in_a_sweep(monkeypatch, tmp_path):
     assert found == [("ü/a", "x"), ("ü/a", "ж"), ("c", "x"), ("c", "ж")]
 
 
+def test_a_flag_keeps_letters_that_values_need_quotes_for(tmp_path, monkeypatch):
+    found, own = [], tmp_path / "Bücher" / "data"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [custom, _self_]\npath: here\n")
+    start(monkeypatch, lambda cfg: found.append(cfg.data.path), [f"--config-dir={own.parent}", "data=mine"])
+    assert found == ["here"]
+
+
 def test_keys_cannot_be_removed_and_hydras_own_hints_stay(monkeypatch, capsys):
     for argument, words in (
         ("~train.lr", "~train.lr: every key has a value, so none can be removed; write train.lr=<value>"),

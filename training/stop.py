@@ -53,6 +53,7 @@ def leave_after_signal(step: int, is_complete: bool, is_signalled: bool, signum:
         call_previous_handler(signum)  # submitit's handler exits; wandb then uploads the rest, which can take long
     elif is_signalled and "SUBMITIT_EXECUTOR" not in os.environ:
         log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
+        processes.leave()
     else:
         return None
     return 128 + signal.SIGINT if signum == signal.SIGINT else 0
