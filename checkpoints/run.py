@@ -49,7 +49,17 @@ def read_metrics(file: Path) -> list[dict]:
 
     Lines with a missing field or a number that is not finite are left out with a warning.
     """
-    return list(read_lines(file, lambda raw: validate(raw, TrainingLine)))
+    return read_checked_lines(file, TrainingLine)
+
+
+def read_checked_lines(file: Path, line_class: type[BaseModel]) -> list[dict]:
+    """Return the lines of a JSON-lines file with all their fields. Lines that do not fit `line_class` are left out."""
+
+    def check(line: dict) -> dict:
+        validate(line, line_class)
+        return line
+
+    return list(read_lines(file, check))
 
 
 def present_starts(starts: list[dict]) -> list[dict]:

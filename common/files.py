@@ -206,11 +206,11 @@ def append_line(path: Path, record: dict) -> None:
         raise UserError(f"cannot write {path}: {describe_write_error(path, e)}") from e
 
 
-def read_lines(path: Path, check: Callable[[dict], object] | None = None, level: int = logging.WARNING) -> Iterator[dict]:
+def read_lines(path: Path, parse: Callable[[dict], Any] | None = None, level: int = logging.WARNING) -> Iterator[Any]:
     """Yield the complete objects in a JSON-lines file. A missing file yields nothing.
 
-    If `check` is given, objects for which it raises ValueError are left out, and one message at the log level `level` names the
-    file and the first line that was left out.
+    If `parse` is given, yield what it returns for each object. Objects for which it raises ValueError are left out, and one
+    message at the log level `level` names the file and the first line that was left out.
     """
     with as_user_error(path):
         content = regular_file(path).read_bytes() if path.exists() else b""
@@ -219,13 +219,13 @@ def read_lines(path: Path, check: Callable[[dict], object] | None = None, level:
         try:
             if not isinstance(record := json.loads(line), dict):
                 raise ValueError("it is not an object")
-            if check is not None:
-                check(record)
+            if parse is not None:
+                record = parse(record)
         except (ValueError, RecursionError) as e:
             left_out.append(f"line {number} is left out: {first_line(e)}")
         else:
             yield record
-    if left_out and check is not None:
+    if left_out and parse is not None:
         more = f" ({len(left_out) - 1} other lines are left out, too)" if left_out[1:] else ""
         log.log(level, "%s: %s%s", path, left_out[0], more)
 

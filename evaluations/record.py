@@ -124,8 +124,7 @@ def lowest_figure(records: Iterable[Evaluation]) -> float | None:
 
 def read_records(file: Path, level: int = logging.WARNING) -> list[Evaluation]:
     """Return the records in a results.jsonl. Lines that are no records are left out with a message at the log level `level`."""
-    lines = read_lines(file, lambda line: validate(line, Evaluation), level)
-    return [Evaluation(**line) for line in lines]
+    return list(read_lines(file, lambda line: validate(line, Evaluation), level))
 
 
 class Results:

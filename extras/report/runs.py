@@ -16,13 +16,11 @@ from pydantic import BaseModel
 
 from checkpoints import store
 from checkpoints.checkpoint import read_config
-from checkpoints.run import is_renamed, present_starts, read_metrics
+from checkpoints.run import is_renamed, present_starts, read_checked_lines, read_metrics
 from common.errors import UserError
-from common.files import read_lines
 from common.images import walk
 from common.types import NonNegativeInt
 from configs.schema import TrainConfig
-from configs.settings import validate
 from evaluations.record import Evaluation, read_records
 from evaluations.tables import format_settings, guidance_fields
 
@@ -177,7 +175,7 @@ def find_files(folders: Sequence[Path], name: str) -> list[Path]:
 
 def read_run(path: Path) -> Run:
     """Read the run in a folder."""
-    starts = list(read_lines(path / "starts.jsonl", lambda raw: validate(raw, StartLine)))
+    starts = read_checked_lines(path / "starts.jsonl", StartLine)
     run = Run(path, read_config(path), present_starts(starts))
     for line in read_metrics(path / "metrics.jsonl"):
         run.speeds[line["step"]] = line["steps_per_sec"]
