@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -86,6 +87,13 @@ class FidPlan:
             return columns_of(point.planned)
         of_sampler = {key: getattr(point.recipe.sampler, key) for key in self.sampler_keys}
         return {"run": None, "step": None, **of_sampler, **columns_of(point.planned)}
+
+    @cached_property
+    def differing_columns(self) -> set[str]:
+        """The columns in which points differ."""
+        rows = [self.columns(point) for point in self.points]
+        names = {name for row in rows for name in row}
+        return {name for name in names if len({str(row.get(name)) for row in rows}) > 1}
 
     def files_seen(self, cfg: FidConfig) -> list[SeenFile]:
         """Return what this process sees of the files that all processes read."""

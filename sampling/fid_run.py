@@ -98,8 +98,7 @@ def describe_point(point: FidPoint, plan: FidPlan) -> str:
     """Return the settings in which a point differs from the others."""
     if point.recipe is None:
         return format_settings({"images": plan.images.path})
-    rows = [plan.columns(other) for other in plan.points]
-    differing = {key: x for key, x in plan.columns(point).items() if len({str(row.get(key)) for row in rows}) > 1}
+    differing = {key: x for key, x in plan.columns(point).items() if key in plan.differing_columns}
     return format_settings({"step": point.planned.step, **differing})
 
 
