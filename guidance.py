@@ -141,11 +141,9 @@ def sparse(
         ratios = ratios_at(level)[:count]
         route_noise = inputs.draw_route_noise() if any(ratios) else None
         networks = inputs.denoise, inputs.weak or inputs.denoise
-        # A dense branch gets no noise, because the routes of a second network may have another shape.
-        noise_of_branch = [route_noise if ratio else None for ratio in ratios]
-        return [
-            network(x, level, y, selection_ratios=ratio, route_noise=noise)
-            for network, ratio, noise in zip(networks, ratios, noise_of_branch)
+        return [  # a dense branch gets no noise, because the routes of a second network may have another shape
+            network(x, level, y, selection_ratios=ratio, route_noise=route_noise if ratio else None)
+            for network, ratio in zip(networks, ratios)
         ]
 
     return _guide(branches, lambda *batch: branches(*batch, count=1)[0], w, **bounds)
