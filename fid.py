@@ -18,8 +18,8 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
+from cli import jobs
 from common.errors import UserError
-from configs import jobs
 from configs.sampling_schema import FidConfig
 
 

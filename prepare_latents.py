@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import sys
 
-from configs.arguments import run_command
-from configs.guard import guard
+from cli.arguments import run_command
+from cli.guard import guard
 
 COMMANDS = {
     "encode": "latents.prepare.encode:encode",

@@ -16,7 +16,7 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from configs import jobs
+from cli import jobs
 from configs.sampling_schema import SampleConfig
 
 

@@ -20,8 +20,8 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
+from cli import jobs
 from common.errors import UserError
-from configs import jobs
 from configs.schema import TrainConfig
 
 

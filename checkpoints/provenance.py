@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from checkpoints.checkpoint import Checkpoint
+from cli.jobs import job_overrides
 from common.files import REPOSITORY
-from configs.jobs import job_overrides
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 
-from configs.arguments import run_command
-from configs.guard import guard
+from cli.arguments import run_command
+from cli.guard import guard
 
 TABLES, GUIDED = "evidence.tables", "evidence.guided"
 COMMANDS = {

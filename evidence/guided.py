@@ -204,8 +204,8 @@ def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
     """Run train.py with the arguments `train`, then fid.py with each list of arguments in `evaluations`, in one process."""
     import fid
     import train as train_script
+    from cli.compose import compose_overrides, parse_config
     from configs import schema
-    from configs.compose import compose_overrides, parse_config
 
     train_script.main(parse_config(compose_overrides(train), schema.TrainConfig))
     for arguments in evaluations:

@@ -18,9 +18,9 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
 
+from cli.jobs import job_overrides, joblib_worker
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
-from configs.jobs import job_overrides, joblib_worker
 from configs.schema import Machine
 from runtime import processes
 

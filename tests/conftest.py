@@ -18,9 +18,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
+from cli.compose import compose_overrides, parse_config
 from common.files import REPOSITORY, hash_file
 from configs import schema
-from configs.compose import compose_overrides, parse_config
 from configs.sampling_schema import FidConfig, SampleConfig
 from latents.shards import ShardInfo, write_shard
 from runtime import machine

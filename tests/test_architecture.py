@@ -10,7 +10,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 from omegaconf import OmegaConf
 
-from configs.compose import compose_overrides
+from cli.compose import compose_overrides
 from configs.settings import flatten
 
 # Floors, from the top down. A room imports only from lower floors. A file that is named here is a room.
@@ -24,6 +24,7 @@ FLOORS = [
     ["runtime"],
     ["latents"],
     ["evaluations"],
+    ["cli"],
     ["configs"],
     ["dit", "guidance", "edm", "sit"],
     ["common"],

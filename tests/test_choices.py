@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 import dit
+from cli.compose import compose_overrides
 from common.roles import Role
 from configs import sampling_schema, schema
-from configs.compose import compose_overrides
 from configs.settings import GROUPS, Settings
 from evaluations.suite import METRICS
 from extras import lightningdit

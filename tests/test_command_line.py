@@ -17,13 +17,13 @@ from forked import launch, run
 import dit
 import prepare_latents
 import train as train_script
+from cli import jobs
+from cli.arguments import run_command
+from cli.compose import CONFIGS, parse_argument
+from cli.guard import FULL_ERRORS, guard
+from cli.jobs import run_hydra, run_job
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
-from configs import jobs
-from configs.arguments import run_command
-from configs.compose import CONFIGS, parse_argument
-from configs.guard import FULL_ERRORS, guard
-from configs.jobs import run_hydra, run_job
 from configs.sampling_schema import Numbers
 from configs.schema import TrainConfig
 from runtime import machine
@@ -529,7 +529,7 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
         line = f"{sys.executable} {arguments} | head -c 1; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, done.stderr) in ((128 + signal.SIGPIPE, ""), (0, "")), done  # 0: it wrote before the end
-    code = "import sys; from configs.guard import guard; guard(lambda: sys.stderr.write(str(1)))"
+    code = "import sys; from cli.guard import guard; guard(lambda: sys.stderr.write(str(1)))"
     assert subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -c '{code}'"], cwd=REPOSITORY).returncode == 0
 
 
@@ -652,7 +652,7 @@ def test_letters_that_a_locale_lacks_are_escaped(monkeypatch, stream, encoding, 
 @pytest.mark.parametrize("words", [["-i", "defaults"], ["-idefaults"], ["--info", "defaults"], ["--info=defaults"]])
 def test_hydra_alone_prints_its_information(monkeypatch, words):
     started = []
-    monkeypatch.setattr("configs.guard.log_to_stderr", lambda: started.append(True))
+    monkeypatch.setattr("cli.guard.log_to_stderr", lambda: started.append(True))
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     guard(lambda: None)
     assert not started

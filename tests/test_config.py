@@ -8,10 +8,10 @@ from conftest import REPOSITORY, checked, make_shard
 from pydantic import create_model
 
 from checkpoints.checkpoint import Checkpoint
+from cli.compose import CONFIGS
 from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
-from configs.compose import CONFIGS
 from configs.differences import differences_for
 from configs.sampling_schema import parse_numbers, sampler_of_run
 from configs.settings import Settings, flatten, read_stored, resolve

@@ -13,8 +13,8 @@ from conftest import REPOSITORY
 from omegaconf import OmegaConf
 from scipy.stats import ttest_ind
 
+from cli.compose import compose_overrides
 from common.errors import UserError
-from configs.compose import compose_overrides
 from evidence.contrasts import FOLDER, NAMES
 from evidence.tables import collect, show_all, show_comparisons, show_equal_time
 from evidence.tokens import draw_scales, show_tokens

@@ -20,12 +20,12 @@ from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint, read_config
 from checkpoints.run import RunFolder
 from checkpoints.start_checkpoint import check_resume
+from cli.compose import compose_overrides
 from common.errors import UserError
 from common.files import REPOSITORY
 from common.roles import SameRun
 from common.types import NonNegativeFloat, settings_dataclass
 from configs import schema
-from configs.compose import compose_overrides
 from configs.settings import flatten
 from edm import EDM
 from edm.sampler import HeunSampler

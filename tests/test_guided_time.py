@@ -14,8 +14,8 @@ import pytest
 from conftest import REPOSITORY, forget_accelerate, make_shard, wait_for
 from scipy.stats import ttest_1samp
 
+from cli.arguments import run_command
 from common.errors import UserError
-from configs.arguments import run_command
 from evaluations.images import write_npz
 from evidence import guided
 from evidence.__main__ import COMMANDS

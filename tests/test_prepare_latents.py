@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from test_webdataset import sd_moments, write_tar
 
 import prepare_latents
+from cli.guard import guard
 from common.errors import UserError
 from common.images import adm_center_crop, read_rgb
 from common.randomness import SeedRandom
-from configs.guard import guard
 from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from checkpoints.checkpoint import read_config
+from cli.compose import compose_overrides, row_names
 from common.errors import UserError
-from configs.compose import compose_overrides, row_names
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs

@@ -15,7 +15,7 @@ from PIL import Image
 from stand_ins import cache_untrained_autoencoder
 
 import prepare_latents
-from configs.arguments import run_command
+from cli.arguments import run_command
 from evidence import __main__ as evidence
 from extras.benchmarks import __main__ as benchmarks
 from extras.weights import __main__ as weights

@@ -21,9 +21,9 @@ from stand_ins import untrained_va_vae
 import dit
 from checkpoints import load, store
 from checkpoints.checkpoint import read_checkpoint, resolve_checkpoint
+from cli.arguments import run_command
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.arguments import run_command
 from edm import EDM
 from extras import lightningdit
 from extras.ddpm import DDPM

@@ -17,8 +17,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from configs.arguments import HELP, run_command
-from configs.guard import guard
+from cli.arguments import HELP, run_command
+from cli.guard import guard
 
 STEPS = "extras.benchmarks.steps"
 KERNELS = "extras.benchmarks.kernels"

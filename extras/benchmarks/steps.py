@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+from cli.compose import compose_overrides, parse_config
 from common.errors import UserError
 from common.files import make_folder
 from common.types import PositiveInt, Text
 from configs import schema
-from configs.compose import compose_overrides, parse_config
 from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cli.arguments import HELP
+from cli.guard import guard
 from common.errors import UserError
-from configs.arguments import HELP
-from configs.guard import guard
 from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table

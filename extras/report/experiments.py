@@ -12,8 +12,8 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints import store
+from cli.compose import CONFIGS, compose_overrides, parse_config, row_names
 from common.roles import roles_of
-from configs.compose import CONFIGS, compose_overrides, parse_config, row_names
 from configs.schema import TrainConfig
 from configs.settings import flatten
 from evaluations.record import DEFAULTS

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 
 import dit
 from checkpoints import store
+from cli.compose import compose_overrides, parse_config
 from common.errors import UserError
 from common.files import write_atomically
 from common.types import PositiveFloat, PositiveInt, Text
 from configs import schema
-from configs.compose import compose_overrides, parse_config
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
 from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors

@@ -18,11 +18,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cli.compose import explain, parse_config, quote_letters
+from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.compose import explain, parse_config, quote_letters
-from configs.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from configs.schema import TrainConfig
 from configs.settings import S
 

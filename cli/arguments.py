@@ -12,9 +12,9 @@ from typing import get_type_hints
 from omegaconf import OmegaConf
 from pydantic import create_model
 
+from cli.compose import name_errors_of_omegaconf, parse_argument
 from common.errors import UserError
 from common.files import REPOSITORY
-from configs.compose import name_errors_of_omegaconf, parse_argument
 from configs.settings import Settings, validate
 
 HELP = {"--help", "-h"}
