@@ -31,12 +31,7 @@ from common.files import (
 from common.progress import log_if_slow
 from common.types import FiniteFloat, NonNegativeFloat, NonNegativeInt
 from configs.settings import validate
-
-# Usual values, which compare as if they were missing. A new setting needs a line with the value that older records meant.
-# Guidance and sampler settings need no line, because records hold only those that differ from their defaults.
-DEFAULTS = {"labels": "random", "rounding": "round", "first_seed": 0}
-
-PATHS = ("images", "reference", "guidance.checkpoint")  # settings that hashes identify, so that files may be moved
+from evaluations.result_settings import compared
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +46,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         run: Name of the folder of the run, or None for images on disk.
         step: Number of training steps, or None for images on disk.
         checkpoint: Hash of the checkpoint, or None if the run evaluated itself at this step.
-        settings: All settings that the figures depend on besides the weights, by name.
+        settings: All settings that the figures depend on besides the weights, by name (see `evaluations.result_settings`).
     """
 
     run: str | None = None
@@ -66,9 +61,8 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     @property
     def compared_settings(self) -> dict:
-        """Return the settings without paths and without defaults. Records in which these are equal measured in the same way."""
-        settings = json.loads(json.dumps(self.settings))
-        return {name: x for name, x in settings.items() if name not in PATHS and x != DEFAULTS.get(name)}
+        """The settings by which records are compared (see `compared`)."""
+        return compared(self.settings)
 
     def with_figures(
         self,

@@ -12,18 +12,9 @@ from collections.abc import Mapping, Sequence
 from common.files import write_atomically
 from evaluations.metrics import standard_error
 from evaluations.record import Evaluation, PlannedEvaluation, Results
+from evaluations.result_settings import HASHES, ranking_group
 from evaluations.suite import format_metric
 
-# Hashes that results.csv contains, and the other tables only where lines would look the same.
-HASHES = (
-    "checkpoint", "images_hash", "reference_hash", "autoencoder_hash", "detector_weights", "dinov2_weights", "ema_hash",
-    "guidance.checkpoint_hash",
-)  # fmt: skip
-# Settings in which evaluations of equally many, equally drawn images with the same reference agree. Others are not ranked.
-COMPARABLE = (
-    "num_samples", "first_seed", "labels", "rounding", "autoencoder", "autoencoder_hash", "detector", "detector_weights",
-    "dinov2_weights", "reference_hash",
-)  # fmt: skip
 ALWAYS_COLUMNS = ("num_samples",)  # a figure of 5,000 samples must not look like one of 50,000
 
 
@@ -34,7 +25,8 @@ def columns_of(record: PlannedEvaluation) -> dict[str, object]:
 
 
 def hashes_of(record: Evaluation) -> dict[str, str | None]:
-    return {name: record.settings.get(name) for name in HASHES} | {"checkpoint": record.checkpoint}
+    """Return the hashes that results.csv shows, and the other tables only where lines would look the same."""
+    return {"checkpoint": record.checkpoint} | {name: record.settings.get(name) for name in HASHES}
 
 
 class ResultsTable:
@@ -51,7 +43,7 @@ class ResultsTable:
         self.records, self.columns, self.plotted = records, [dict(row) for row in columns], plotted
         self.metrics = {name for record in records for name in record.metrics}
         ranked: dict[tuple, list[Evaluation]] = {}
-        groups = [tuple(map(record.compared_settings.get, COMPARABLE)) for record in records]
+        groups = [ranking_group(record.settings) for record in records]
         for record, group in zip(records, groups):
             ranked.setdefault(group, []).extend([record] if plotted in record.metrics else [])
         self.marks = [self._mark(record, ranked[group]) for record, group in zip(records, groups)]
@@ -89,7 +81,7 @@ class ResultsTable:
         alike: dict[str, list[tuple[dict, dict]]] = {}  # (hashes, row) of the records with the same columns
         for record, columns, row in zip(self.records, self.columns, rows):
             alike.setdefault(json.dumps(columns, sort_keys=True), []).append((hashes_of(record), row))
-        for group, name in itertools.product(alike.values(), HASHES):
+        for group, name in itertools.product(alike.values(), ("checkpoint", *HASHES)):
             if len({hashes[name] for hashes, _ in group}) > 1:
                 for hashes, row in group:
                     row[name] = (hashes[name] or "")[:8]
@@ -175,11 +167,6 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """Format a Markdown table that ends with a newline. Vertical bars in cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
-def guidance_fields(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that `sampling.recipe.guidance_for_results` wrote."""
-    return {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
 
 
 def format_settings(settings: dict) -> str:

@@ -22,6 +22,7 @@ from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
 from configs.settings import resolve
+from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
@@ -158,23 +159,6 @@ def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
 def route_noise_shape(run_config: schema.TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
     return len(run_config.model.routes), run_config.num_tokens
-
-
-def sampler_for_results(sampler: schema.Sampler) -> dict[str, object]:
-    """Return num_steps and all sampler settings that differ from their default values."""
-    default = vars(type(sampler)())
-    return {key: x for key, x in vars(sampler).items() if key == "num_steps" or x != default[key]}
-
-
-def guidance_for_results(settings: schema.GuidanceSettings) -> dict[str, object]:
-    """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
-    if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
-        return {"cfg_scale": 1.0}
-    given = settings.model_dump(exclude={"name"}, exclude_defaults=True)
-    if given.keys() == {"cfg_scale"}:
-        return given
-    scale = {"cfg_scale": given.pop("cfg_scale")} if "cfg_scale" in given else {}
-    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
 
 
 def build_guidance(settings: schema.GuidanceSettings) -> Guidance:

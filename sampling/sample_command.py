@@ -38,9 +38,10 @@ from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
 from configs.schema import Labels, Machine
 from configs.settings import nearest, read_stored, resolve
 from evaluations.images import write_npz
+from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
 from runtime.processes import SeenFile, see_file, wait_for_all
-from sampling.recipe import Recipe, sampler_for_results, see_weak_checkpoints
+from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from cli.compose import compose_overrides, parse_config
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.sampling_schema import FidConfig, SampleConfig
+from evaluations.result_settings import SETTINGS, guidance_fields
 from latents.shards import ShardInfo, write_shard
 from runtime import machine
 
@@ -229,7 +232,18 @@ def metrics(run):
 
 def evaluated(run):
     """Return the evaluations of a run, in the order in which they were stored."""
-    return [json.loads(line) for line in (run / "evaluations" / "results.jsonl").read_text().splitlines()]
+    return results(run / "evaluations")
+
+
+def results(folder):
+    """Return the lines of a folder's results.jsonl. Each of their settings must have a line in the table that compares them."""
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    samplers = (resolve_name(diffusion).Sampler for diffusion in schema.DIFFUSIONS.values())
+    keys = {*SETTINGS, *(field.name for sampler in samplers for field in fields(sampler))}
+    for line in lines:
+        settings = line["settings"]
+        assert settings.keys() - guidance_fields(settings).keys() - keys == set()
+    return lines
 
 
 def weights(run, step, file="model"):

@@ -1,10 +1,9 @@
 """FD-DINOv2 and FID from one pass over the samples, with the same figures in training and fid.py. The encoder is tiny."""
 
-import json
 
 import pytest
 import torch
-from conftest import REPOSITORY, evaluated, run_fid
+from conftest import REPOSITORY, evaluated, results, run_fid
 
 from common.files import hash_file
 from evaluations import vit
@@ -74,7 +73,7 @@ def test_training_and_fid_give_the_same_figures_for_both_detectors(train, tmp_pa
             "sampling.batch_size=3",
         ]
         run_fid(*command, *overrides)
-        return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        return results(tmp_path / "out")
 
     (point,) = by_fid()  # the run's detectors
     assert point["settings"]["detector"] == "inception+dinov2" and point["settings"]["dinov2_weights"] == hash_file(tiny)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, checked, file_size_limit, losses, renew_manifest, run_fid, run_sample, run_train
+from conftest import REPOSITORY, checked, file_size_limit, losses, renew_manifest, results, run_fid, run_sample, run_train
 from PIL import Image
 
 from checkpoints import load, store
@@ -87,7 +87,7 @@ def fid(tmp_path, monkeypatch):
         sampler = [] if any(override.startswith("images=") for override in overrides) else ["sampler.num_steps=2"]
         sampler += [] if not sampler or any(override.startswith("guidance=") for override in overrides) else ["guidance=none"]
         run_fid(f"output={tmp_path / output}", *FID, *sampler, *overrides)
-        return [json.loads(line) for line in (tmp_path / output / "results.jsonl").read_text().splitlines()]
+        return results(tmp_path / output)
 
     return run
 

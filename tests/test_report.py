@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from checkpoints.checkpoint import read_config
 from cli.compose import compose_overrides, row_names
 from common.errors import UserError
+from evaluations.result_settings import sampler_for_results
 from extras.report.__main__ import main
 from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
-from sampling.recipe import sampler_for_results
 
 DIT, TREAD = "table2_dit_b2", "table2_dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"

@@ -20,10 +20,10 @@ from checkpoints.checkpoint import read_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from common.images import labelled_grid
+from evaluations.result_settings import guidance_for_results
 from latents import autoencoders
 from latents.autoencoders import Identity
 from runtime.compilation import compile_network
-from sampling.recipe import guidance_for_results
 from sampling.sample_command import class_numbers
 from sampling.sampler import ImageSampler
 from training import hooks

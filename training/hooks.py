@@ -16,8 +16,8 @@ from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest_figure
+from evaluations.result_settings import guidance_fields
 from evaluations.suite import display_name, format_metrics
-from evaluations.tables import guidance_fields
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe

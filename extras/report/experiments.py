@@ -16,9 +16,8 @@ from cli.compose import CONFIGS, compose_overrides, parse_config, row_names
 from common.roles import roles_of
 from configs.schema import TrainConfig
 from configs.settings import flatten
-from evaluations.record import DEFAULTS
+from evaluations.result_settings import compared, sampler_for_results
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
-from sampling.recipe import sampler_for_results
 
 # Settings in which a routed run may differ from its dense baseline.
 ROUTING = tuple(f"model.{key}" for key in ("name", "routes", "selection", "path_drop", "fp32_after_route"))
@@ -69,10 +68,9 @@ class Experiment:
         run = self.runs[0]
         values = dict(measure.other_settings)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
-        expected = dict.fromkeys(vars(row.sampler)) | sampler_for_results(row.sampler)
+        expected = dict.fromkeys((*vars(row.sampler), "labels", "rounding")) | sampler_for_results(row.sampler)
+        expected |= compared(row.sampling.model_dump(include={"labels", "rounding"}))
         expected["network_precision"] = row.sampling.precision
-        usual = {name: getattr(row.sampling, name) for name in ("labels", "rounding")}
-        expected |= {name: None if value == DEFAULTS[name] else value for name, value in usual.items()}
         expected["autoencoder"] = None  # a measure has another one than the run's
         expected |= {} if row.evaluation.detector_weights else {"detector_weights": None}
         is_default = values.get("weights") == "ema" and "ema_length" not in values

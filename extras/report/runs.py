@@ -22,7 +22,8 @@ from common.images import walk
 from common.types import NonNegativeInt
 from configs.schema import TrainConfig
 from evaluations.record import Evaluation, read_records
-from evaluations.tables import format_settings, guidance_fields
+from evaluations.result_settings import guidance_fields
+from evaluations.tables import format_settings
 
 UNGUIDED = "none"
 # Settings of records that `Measure.other_settings` omits or that `Run.add` formats.

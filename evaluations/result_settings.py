@@ -1,0 +1,91 @@
+"""The settings of an evaluation, as its record stores them. One table says how they are compared, ranked and shown.
+
+The keys of sampler and guidance are settings, too. Records hold only those that differ from their default values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from configs.schema import GuidanceSettings, Sampler
+
+
+class ResultSetting(NamedTuple):
+    """What a setting means for the figures of an evaluation.
+
+    Attributes:
+        kind: Evaluations with other values are other evaluations, except for a `path`: a hash identifies its files, which may be
+            moved. Tables show a `hash` only where lines would look the same.
+        ranked: Tables rank only evaluations that agree in this setting.
+        usual: Value that compares as if the setting were missing. A new setting needs the value that older records meant.
+    """
+
+    kind: Literal["value", "path", "hash"]
+    ranked: Literal["alike", "all"] = "all"
+    usual: object = None
+
+
+SETTINGS = {
+    "weights": ResultSetting("value"),
+    "ema_length": ResultSetting("value"),
+    "network_precision": ResultSetting("value"),
+    "labels": ResultSetting("value", "alike", usual="random"),
+    "rounding": ResultSetting("value", "alike", usual="round"),
+    "autoencoder": ResultSetting("value", "alike"),
+    "num_samples": ResultSetting("value", "alike"),
+    "first_seed": ResultSetting("value", "alike", usual=0),
+    "detector": ResultSetting("value", "alike"),
+    "latents": ResultSetting("value"),  # the hash of held-out latents, which have no other name
+    "images": ResultSetting("path"),
+    "reference": ResultSetting("path"),
+    "guidance.checkpoint": ResultSetting("path"),
+    "images_hash": ResultSetting("hash"),
+    "reference_hash": ResultSetting("hash", "alike"),
+    "autoencoder_hash": ResultSetting("hash", "alike"),
+    "detector_weights": ResultSetting("hash", "alike"),
+    "dinov2_weights": ResultSetting("hash", "alike"),
+    "ema_hash": ResultSetting("hash"),
+    "guidance.checkpoint_hash": ResultSetting("hash"),
+}
+HASHES = [name for name, setting in SETTINGS.items() if setting.kind == "hash"]
+
+
+def compared(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings without paths and usual values. Evaluations in which these are equal measure in the same way."""
+
+    def counts(name: str, value: object) -> bool:
+        setting = SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
+        return setting.kind != "path" and value != setting.usual
+
+    as_stored = json.loads(json.dumps(dict(settings)))
+    return {name: value for name, value in as_stored.items() if counts(name, value)}
+
+
+def ranking_group(settings: Mapping[str, object]) -> tuple:
+    """Return the values in which evaluations must agree to be ranked: equally many, equally drawn images, the same reference."""
+    values = compared(settings)
+    return tuple(values.get(name) for name, setting in SETTINGS.items() if setting.ranked == "alike")
+
+
+def sampler_for_results(sampler: Sampler) -> dict[str, object]:
+    """Return num_steps and all sampler settings that differ from their default values."""
+    default = vars(type(sampler)())
+    return {key: x for key, x in vars(sampler).items() if key == "num_steps" or x != default[key]}
+
+
+def guidance_for_results(settings: GuidanceSettings) -> dict[str, object]:
+    """Return only cfg_scale for plain cfg, or for no guidance (1.0). Otherwise, add the guidance method and its settings."""
+    if settings.name == "none" or getattr(settings, "cfg_scale", None) == 1:
+        return {"cfg_scale": 1.0}
+    given = settings.model_dump(exclude={"name"}, exclude_defaults=True)
+    if given.keys() == {"cfg_scale"}:
+        return given
+    scale = {"cfg_scale": given.pop("cfg_scale")} if "cfg_scale" in given else {}
+    return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
+
+
+def guidance_fields(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings that `guidance_for_results` wrote."""
+    return {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}
