@@ -313,7 +313,7 @@ class DiT(nn.Module):
         tables = self.token_tables()  # each (1, N, ...)
         c = self.t_embedder(t) + self.y_embedder(y, drop_labels)  # (B, D)
 
-        ratios = self.router.selection_ratios(selection_ratios if self.training or selection_ratios is not None else 0)
+        ratios = self._ratios_of_pass(selection_ratios)
         starting: dict[int, ActiveRoute] = {}  # by the first block of the window
         ending: dict[int, ActiveRoute] = {}  # by its last block
         for number, (route, ratio, end) in enumerate(zip(self.router.routes, ratios, self.route_end_modules.values())):
@@ -340,6 +340,10 @@ class DiT(nn.Module):
 
         out = self._run_layer(self.final_layer, len(self.blocks) - 1 in ending, h, c)  # (B, N, p*p*C)
         return self.unpatchify(out)
+
+    def _ratios_of_pass(self, selection_ratios: float | Sequence[float] | None) -> tuple[float, ...]:
+        """Return each route's ratio in a forward pass. None means the routes' own ratios in training mode, and otherwise 0."""
+        return self.router.selection_ratios(0 if selection_ratios is None and not self.training else selection_ratios)
 
     def draw_inputs(self, random_for: Callable[[str], SampleRandom]) -> dict[str, Tensor]:
         """Draw the random keyword arguments of `forward` for one training step. Each argument has its own random stream."""
@@ -373,21 +377,18 @@ class DiT(nn.Module):
         x = tokens.reshape(len(tokens), grid, grid, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), self.out_channels, grid * p, grid * p)
 
-    def forward_flops(self, selection_ratios: float | Sequence[float] | None = 0.0) -> int:
+    def forward_flops(self, selection_ratios: float | Sequence[float] | None = None) -> int:
         """Return the FLOPs of the matrix products in a forward pass for one image. A multiply-add counts as 2 FLOPs.
 
-        By convention, the FLOPs of norms, activation functions, elementwise modulation and softmax are not counted.
-
-        Args:
-            selection_ratios: Fraction of tokens that SKIP a window, as one number for all routes or one number per route. With 0,
-                no token skips, as in sampling. With 1, all tokens skip. With None, each route uses its own ratio, as in training.
+        `selection_ratios` is as in `forward`, also that its default depends on the mode. By convention, the FLOPs of norms,
+        activation functions, elementwise modulation and softmax are not counted.
         """
         N, D = self.num_tokens, self.pos_embed.shape[-1]
         conv, final = self.x_embedder.proj, self.final_layer
         patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
         conditioning = 2 * sum(layer.weight.numel() for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]))
         tokens = [N] * len(self.blocks)
-        for route, ratio in zip(self.router.routes, self.router.selection_ratios(selection_ratios)):
+        for route, ratio in zip(self.router.routes, self._ratios_of_pass(selection_ratios)):
             for i in range(route.start_layer_idx, route.end_layer_idx + 1):
                 tokens[i] = num_kept_tokens(N, ratio)
         blocks = sum(block.flops(num_tokens) for block, num_tokens in zip(self.blocks, tokens) if num_tokens)

@@ -90,8 +90,9 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
         problem = f"the disk of {run.path} has {free:.3g} GB free, and a checkpoint needs {size:.3g} GB"
         raise UserError(f"{problem}; free space, or choose another output_dir=...")
     if needed > free + stored:
-        message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or lower %s=%d"
-        log.warning(message, free // size, "checkpoint.keep_last", cfg.checkpoint.keep_last)
+        kept = f"checkpoint.keep_last={cfg.checkpoint.keep_last}, checkpoint.keep_every={every}"
+        message = "disk   room for only %d more checkpoints, and training ends when the disk is full: free space, or keep fewer"
+        log.warning(f"{message} (%s)", free // size, kept)
 
 
 def num_trained_parameters(net: nn.Module) -> int:

@@ -71,7 +71,7 @@ def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVarian
     batches = trainer.batches()
     num_images = cfg.train.batch_size // accelerator.num_processes
     # For each matrix product in the forward pass, the backward pass computes two, for the gradients of input and weight.
-    return TimedVariant(lambda: trainer.train_step(next(batches)), num_images, 3 * trainer.net.forward_flops(None))
+    return TimedVariant(lambda: trainer.train_step(next(batches)), num_images, 3 * trainer.net.forward_flops())
 
 
 def step(
