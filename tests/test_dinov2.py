@@ -1,6 +1,5 @@
 """FD-DINOv2 and FID from one pass over the samples, with the same figures in training and fid.py. The encoder is tiny."""
 
-
 import pytest
 import torch
 from conftest import REPOSITORY, evaluated, results, run_fid

@@ -33,7 +33,7 @@ class TrainerState(Settings):
 
     data: str  # hash of the training latents and labels
     ema_num_updates: int
-    loss_sums: list[float]  # one sum for each of `Trainer.loss_names`
+    loss_sums: list[float]  # one sum for each loss of `Trainer.loss_meter`
     loss_count: int
     bin_sums: list[list[float]]  # summed over all processes
     encoder_hash: str | None  # hash of the alignment encoder's weights
@@ -77,9 +77,9 @@ class CheckpointHook(Hook):
         state = TrainerState(
             data=trainer.dataset.hash,
             ema_num_updates=trainer.ema.num_updates_before + trainer.step,
-            loss_sums=trainer.loss_sums.tolist(),
-            loss_count=trainer.step - trainer.last_logged_step,
-            bin_sums=trainer.bin_sums.tolist(),
+            loss_sums=trainer.loss_meter.sums.tolist(),
+            loss_count=trainer.loss_meter.num_steps,
+            bin_sums=trainer.loss_meter.bin_sums.tolist(),
             encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
@@ -130,13 +130,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
             f"resume: {folder} was trained on other latents or labels ({checkpoint.config.data.path}) than data.path="
             f"{trainer.cfg.data.path}. Restore the data, or start another run with name=..."
         )
+    meter = trainer.loss_meter
     sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
-    store.check_tensors(folder / "state.json", sums, {name: getattr(trainer, name) for name in sums})
+    store.check_tensors(folder / "state.json", sums, {"loss_sums": meter.sums, "bin_sums": meter.bin_sums})
     restore_tensors(trainer, folder, store.load(folder))
-    trainer.loss_sums.copy_(sums["loss_sums"])
-    if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `Trainer.reduce_losses`
-        trainer.bin_sums.copy_(sums["bin_sums"])
-    set_counters(trainer, checkpoint.step, state.ema_num_updates, state.image_offset, state.loss_count)
+    meter.sums.copy_(sums["loss_sums"])
+    meter.num_steps = state.loss_count
+    if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `LossMeter.reduce`
+        meter.bin_sums.copy_(sums["bin_sums"])
+    set_counters(trainer, checkpoint.step, state.ema_num_updates, state.image_offset)
     log.info("resumed from %s", folder)
     before, now = (learning_rate(train, checkpoint.step) for train in (checkpoint.config.train, trainer.cfg.train))
     if before != now:
@@ -175,10 +177,9 @@ def load_initial(trainer: Trainer, checkpoint: Checkpoint, init_state: str, clas
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {step}" if init_state == "all" else "")
 
 
-def set_counters(trainer: Trainer, step: int, ema_num_updates: int, image_offset: int = 0, loss_count: int = 0) -> None:
+def set_counters(trainer: Trainer, step: int, ema_num_updates: int, image_offset: int = 0) -> None:
     """Set all counters of a trainer that starts after `step` steps. The arguments are as in `TrainerState`."""
     trainer.step = trainer.first_step = step
-    trainer.last_logged_step = step - loss_count
     trainer.image_offset = image_offset
     trainer.ema.num_updates_before = ema_num_updates - step
 

@@ -23,13 +23,12 @@ from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
 from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
+from training.losses import LossMeter, means_by_bin, sums_by_bin
 from training.optimizers import OPTIMIZERS
 from training.parallel import prepare_modules
 from training.step_graph import StepGraph
 from training.stop import StopSignal
 
-# Number of noise level bins for which losses are reported. Each bin is equally likely in training.
-NUM_BINS = 10
 # A run has diverged if its mean loss exceeds this limit. With EDM, a network that predicts zero has a loss of at most
 # max(1, (std / sigma_data)^2), which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss
 # can reach 1e4 and recover.
@@ -99,14 +98,11 @@ class Trainer:
         parameters: The trained parameters of the modules by name.
         optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
-        last_logged_step: Step of the last metrics line.
         image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
         micro_batch_slices: Slices of the global batch, one for each micro-batch of this process.
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
-        loss_names: Names of the losses in metrics lines: of the diffusion loss and, with alignment, the alignment loss.
-        loss_sums: Sums of these losses since `last_logged_step`. They remain on the device, so no training step waits for it.
-        bin_sums: Sums and counts of the diffusion loss by noise level bin (`sums_by_bin`), also on the device.
-        train_sec: Training time since `last_logged_step`, without hooks.
+        loss_meter: The diffusion loss and, with alignment, the alignment loss since the last metrics line.
+        train_sec: Training time since the last metrics line, without hooks.
         stop: The `StopSignal` during training, and None otherwise.
         bar: The progress bar, during training.
         is_signalled: Whether any process received a signal during training. It is equal on all processes.
@@ -144,10 +140,8 @@ class Trainer:
         self.graph: StepGraph | None = None
         if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
-        self.step = self.first_step = self.last_logged_step = self.image_offset = 0
-        self.loss_names = ["loss"] if alignment is None else ["loss", "alignment_loss"]
-        self.loss_sums = torch.zeros(len(self.loss_names), device=self.device)
-        self.bin_sums = torch.zeros(2, NUM_BINS, device=self.device)
+        self.step = self.first_step = self.image_offset = 0
+        self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
         self.train_sec = 0.0
         self.stop: StopSignal | None = None
         self.is_signalled = False
@@ -178,7 +172,7 @@ class Trainer:
         """
         cfg = self.cfg
         compute_gradients = self.graph or self.compute_gradients  # the graph replays the same function
-        losses_of_step = torch.zeros_like(self.loss_sums)
+        losses_of_step = torch.zeros_like(self.loss_meter.sums)
         for m, (rows, micro_batch) in enumerate(zip(self.micro_batch_slices, micro_batches)):
             is_last = m == len(self.micro_batch_slices) - 1  # DDP averages the gradients over processes in the last backward
             random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, rows=rows, device=self.device)
@@ -189,11 +183,11 @@ class Trainer:
                     stack.enter_context(self.accelerator.no_sync(model))
                 losses, bin_sums = compute_gradients(random_for, stored, labels, *patches)
             losses_of_step += losses / len(self.micro_batch_slices)
-            self.bin_sums += bin_sums
+            self.loss_meter.bin_sums += bin_sums
         for hook in self._due_hooks(self.step + 1):
             hook.measure(self)
         self._update_weights()
-        self.loss_sums += losses_of_step
+        self.loss_meter.add_step(losses_of_step)
         self.step += 1
 
     def _update_weights(self) -> None:
@@ -213,7 +207,7 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """Add the gradients of a micro-batch to those of the parameters. Return its losses and bin sums without gradients.
 
-        The losses are those of `loss_names`, [len(self.loss_names)]. Their sum, averaged over micro-batches, is minimised. The
+        The losses are those that `loss_meter` names, one number each. Their sum, averaged over micro-batches, is minimised. The
         bin sums are those of the diffusion loss (`sums_by_bin`).
 
         Args:
@@ -304,12 +298,13 @@ class Trainer:
         """
         losses = self.reduce_losses()
         batch_size = self.cfg.train.batch_size
-        steps_per_sec = (self.step - max(self.last_logged_step, self.first_step)) / max(self.train_sec, 1e-9)
+        num_timed = min(self.loss_meter.num_steps, self.step - self.first_step)  # without those before a resume
+        steps_per_sec = num_timed / max(self.train_sec, 1e-9)
         images = self.step * batch_size + self.image_offset
         record = {
             "step": self.step,
-            **dict(zip(self.loss_names, losses)),
-            "loss_by_level": means_by_bin(self.bin_sums),
+            **dict(zip(self.loss_meter.names, losses)),
+            "loss_by_level": means_by_bin(self.loss_meter.bin_sums),
             "lr": self.optimizers[0].param_groups[0]["lr"],
             "steps_per_sec": steps_per_sec,
             "images_per_sec": steps_per_sec * batch_size,
@@ -320,41 +315,23 @@ class Trainer:
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             # The peak of allocations does not contain the activations inside a CUDA graph.
             record["reserved_memory_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self.loss_sums = torch.zeros_like(self.loss_sums)
-        self.bin_sums = torch.zeros_like(self.bin_sums)
-        self.last_logged_step = self.step
+        self.loss_meter.reset()
         self.train_sec = 0.0
         self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
         return record
 
     def reduce_losses(self) -> list[float]:
-        """Return the losses since the last metrics record, averaged over all processes.
+        """Return the losses since the last metrics record, averaged over all processes (`LossMeter.reduce`).
 
-        All processes then have the same `loss_sums`. The main process has the `bin_sums` of all processes, and the others have
-        zeros. Every process must call this method. Raises Diverged if the run has diverged.
+        Every process must call this method. Raises Diverged if the run has diverged.
         """
-        self.loss_sums = self.accelerator.reduce(self.loss_sums, "mean")
-        bin_sums = self.accelerator.reduce(self.bin_sums, "sum")
-        self.bin_sums = bin_sums if self.accelerator.is_main_process else torch.zeros_like(bin_sums)
-        losses = (self.loss_sums / max(self.step - self.last_logged_step, 1)).tolist()
+        losses = self.loss_meter.reduce(self.accelerator)
         if not all(loss < MAX_LOSS for loss in losses):
             raise Diverged(
                 f"the loss became NaN, infinite or above {MAX_LOSS:g} by step {self.step}; earlier checkpoints are intact. "
                 f"Check the latents of {self.dataset.path}, lower train.lr={self.cfg.train.lr}, or set train.grad_clip_norm"
             )
         return losses
-
-
-def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """Sum and count losses [B] in each noise level bin, [2, NUM_BINS]. `quantiles` is [B] (see `SampleRandom`)."""
-    bins = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    is_in_bin = torch.arange(NUM_BINS, device=losses.device)[:, None] == bins  # [NUM_BINS, B]
-    return torch.stack([torch.where(is_in_bin, losses, 0).sum(dim=1), is_in_bin.sum(dim=1)])
-
-
-def means_by_bin(bin_sums: Tensor) -> list[float | None]:
-    """Return the mean loss in each noise level bin, given the result of `sums_by_bin`. Bins without samples get None."""
-    return [total / count if count else None for total, count in zip(*bin_sums.tolist())]
 
 
 def learning_rate(train: Train, step: int) -> float:

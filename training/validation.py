@@ -17,7 +17,8 @@ from evaluations.record import Evaluation, PlannedEvaluation
 from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
 from training.hooks import EvaluationHook
-from training.trainer import NUM_BINS, Trainer, means_by_bin, sums_by_bin
+from training.losses import NUM_BINS, means_by_bin, sums_by_bin
+from training.trainer import Trainer
 
 
 class StratifiedRandom(SeedRandom):

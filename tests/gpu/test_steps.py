@@ -133,7 +133,12 @@ def learn(device, size, folder, num_steps, *keys, attention=contextlib.nullconte
         for number in range(num_steps):
             with attention(), torch._dynamo.config.patch(error_on_recompile=number >= 2):  # the third step captures
                 trainer.train_step(next(batches))
-        values = [*trainer.parameters.values(), *trainer.ema.averages.values(), trainer.loss_sums, trainer.bin_sums]
+        values = [
+            *trainer.parameters.values(),
+            *trainer.ema.averages.values(),
+            trainer.loss_meter.sums,
+            trainer.loss_meter.bin_sums,
+        ]
         copies = [x.detach().cpu().clone() for x in values]
         trainer.free_graph()
     return copies

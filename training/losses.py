@@ -1,0 +1,61 @@
+"""Average the losses between two metrics lines, in total and by noise level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+# Number of noise level bins for which losses are reported. Each bin is equally likely in training.
+NUM_BINS = 10
+
+
+class LossMeter:
+    """The losses of the steps since the last metrics line. They remain on the device, so no training step waits for it.
+
+    Args:
+        names: Names of the losses in metrics lines.
+
+    Attributes:
+        sums: Sums of the losses over these steps, [len(names)].
+        bin_sums: Sums and counts of the first loss by noise level bin (`sums_by_bin`), [2, NUM_BINS].
+        num_steps: Number of these steps.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self.names, self._device = names, device
+        self.reset()
+
+    def reset(self) -> None:
+        self.sums = torch.zeros(len(self.names), device=self._device)
+        self.bin_sums = torch.zeros(2, NUM_BINS, device=self._device)
+        self.num_steps = 0
+
+    def add_step(self, losses: Tensor) -> None:
+        """Add the losses of a step, [len(names)]. The sums by noise level are added for each micro-batch."""
+        self.sums += losses
+        self.num_steps += 1
+
+    def reduce(self, accelerator: Accelerator) -> list[float]:
+        """Return the mean of each loss over the steps and all processes. Every process must call this method.
+
+        All processes then have the same `sums`. The main process has the `bin_sums` of all processes, and the others have zeros.
+        """
+        self.sums = accelerator.reduce(self.sums, "mean")
+        bin_sums = accelerator.reduce(self.bin_sums, "sum")
+        self.bin_sums = bin_sums if accelerator.is_main_process else torch.zeros_like(bin_sums)
+        return (self.sums / max(self.num_steps, 1)).tolist()
+
+
+def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
+    """Sum and count losses [B] in each noise level bin, [2, NUM_BINS]. `quantiles` is [B] (see `SampleRandom`)."""
+    bins = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    is_in_bin = torch.arange(NUM_BINS, device=losses.device)[:, None] == bins  # [NUM_BINS, B]
+    return torch.stack([torch.where(is_in_bin, losses, 0).sum(dim=1), is_in_bin.sum(dim=1)])
+
+
+def means_by_bin(bin_sums: Tensor) -> list[float | None]:
+    """Return the mean loss in each noise level bin, given the result of `sums_by_bin`. Bins without samples get None."""
+    return [total / count if count else None for total, count in zip(*bin_sums.tolist())]
