@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import math
 import os
 import re
@@ -13,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 # Decorator for a frozen dataclass. Unknown fields and values of the wrong type or out of bounds raise ValueError.
-settings_dataclass = functools.partial(dataclass, frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
+settings_dataclass = dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
 
