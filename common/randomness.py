@@ -28,7 +28,7 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `_draw`.
+    """Random numbers for B samples. In every result, the samples are the first axis.
 
     Attributes:
         quantiles: Quantiles in [0, 1] of the noise levels, [B], after `draw_for_noise_level` has been called.
@@ -57,6 +57,10 @@ class SampleRandom:
 
     def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
         return self._draw(draw, ())
+
+    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Draw numbers [B, *shape] with `draw`, which is torch.randn or torch.rand."""
+        raise NotImplementedError
 
 
 class SeedRandom(SampleRandom):

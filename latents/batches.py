@@ -59,7 +59,8 @@ def _draw_epoch(num_items: int, seed: int, epoch: int, with_flips: bool) -> tupl
 
 # Function that loads a batch's tensors given the item indices and flips, such as `LatentDataset.fetch`.
 Fetch = Callable[[np.ndarray, np.ndarray], tuple[Tensor, ...]]
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 CALLS_AHEAD = 2  # number of calls that each thread makes before the caller needs the results
 
 

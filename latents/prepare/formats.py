@@ -28,8 +28,7 @@ from latents.torch_files import read_channel_statistics
 class LatentSource:
     """Base class for latents of another project. `open_latents` selects the subclass.
 
-    Subclasses implement `_open()`, which sets `labels` and `items`, and `_load(index)`, which returns an item's array and, if
-    `has_flips` is True, the array of the mirrored image. `_open` and `_load` may raise any exception.
+    Subclasses implement `_open` and `_load`, which may raise any exception.
     """
 
     patterns: tuple[str, ...]  # patterns of the path itself, or of files in it, that identify the format
@@ -50,6 +49,14 @@ class LatentSource:
             if not len(self.labels):
                 raise ValueError("there are no items")
             self.shape = self._load(0)[0].shape
+
+    def _open(self) -> None:
+        """Open the files, and set `labels` and `items`."""
+        raise NotImplementedError
+
+    def _load(self, index: int) -> list[np.ndarray]:
+        """Return an item's array and, if `has_flips` is True, the array of the mirrored image."""
+        raise NotImplementedError
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Read items start .. stop - 1 without rescaling: float32 `latents` [b, *shape] and, if has_flips, `latents_flip`."""
