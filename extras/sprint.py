@@ -43,8 +43,8 @@ class Fusion(dit.RouteEnd):
         return self.proj(torch.cat([x_before, after], dim=2)).to(x_before.dtype)  # under autocast, the residual stream is float32
 
 
-class FusedRoutes:
-    """Mixin that adds SPRINT's fusion and path-drop to a network with routes. It must precede the network in the list of bases.
+class SPRINT(dit.DiT):
+    """DiT with SPRINT's fusion and path-drop.
 
     Args:
         path_drop: Probability that mask tokens replace all of a sample's tokens after the windows during training.
@@ -77,18 +77,14 @@ class FusedRoutes:
         return draws | ({"drop_paths": random_for("paths").rand() < self.path_drop} if self.path_drop > 0 else {})
 
 
-class SPRINT(FusedRoutes, dit.DiT):
-    """DiT with SPRINT's routes."""
-
-
-class LightningSPRINT(FusedRoutes, lightningdit.LightningDiT):
-    """LightningDiT with SPRINT's routes."""
+class LightningSPRINT(SPRINT, lightningdit.LightningDiT):
+    """LightningDiT with SPRINT's fusion and path-drop. `super()` in SPRINT's methods means LightningDiT."""
 
 
 BACKBONES = dit.BACKBONES | lightningdit.BACKBONES
 
 
-def build(backbone: str, **kwargs) -> FusedRoutes:
+def build(backbone: str, **kwargs) -> SPRINT:
     """Build a network by name, such as `DiT-B/2`. Keyword arguments override the sizes that the name implies."""
     network = SPRINT if backbone in dit.BACKBONES else LightningSPRINT
     return network(**dit.look_up_sizes(backbone, BACKBONES) | kwargs)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dit import DiT
 from extras.lightningdit import LightningDiT
-from extras.sprint import FusedRoutes
+from extras.sprint import SPRINT
 from routing_module import Route
 
 WIDTH, HEADS, DEPTH, GRID, CHANNELS, CLASSES = 48, 3, 4, 4, 3, 5  # heads of 16
@@ -142,7 +142,7 @@ def worst_error(net, routes, patch=2, selection="uniform"):
     """Return the largest error of the output and all gradients (latents, weights), each relative to its largest value."""
     x, t, y, scores = inputs(patch)
     dropped = torch.tensor([False, True, False])
-    drops = {"drop_labels": dropped} | ({"drop_paths": dropped.roll(1)} if isinstance(net, FusedRoutes) else {})
+    drops = {"drop_labels": dropped} | ({"drop_paths": dropped.roll(1)} if isinstance(net, SPRINT) else {})
     out = net(x.requires_grad_(), t, y, **drops, route_noise=scores[:, : len(routes)])
     got = with_gradients(out, x, [p for p in net.parameters() if p.requires_grad])
     w = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in net.named_parameters()}
