@@ -53,6 +53,11 @@ def sincos_2d(grid_size: int, width: int) -> Tensor:
     return torch.cat([sincos_1d(column.flatten(), width // 2), sincos_1d(row.flatten(), width // 2)], dim=1).float()
 
 
+def num_linear_weights(module: nn.Module) -> int:
+    """Return the number of weights of the linear layers in a module, without biases."""
+    return sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
+
+
 class PatchEmbed(nn.Module):
     """Embeds patches as tokens in row-major order. As in DiT, the weights are stored in a convolution layer."""
 
@@ -134,9 +139,9 @@ class DiTBlock(nn.Module):
 
     def flops(self, num_tokens: int) -> int:
         """Return the FLOPs of the matrix products for `num_tokens` tokens of one image (see `DiT.forward_flops`)."""
-        linear = [layer for name, layer in self.named_modules() if isinstance(layer, nn.Linear) and "adaLN" not in name]
+        modulation = num_linear_weights(self.adaLN_modulation)
         attention = 2 * 2 * num_tokens**2 * self.attn.proj.in_features  # Q K^T, and the product of the attention weights and V
-        return 2 * num_tokens * sum(x.weight.numel() for x in linear) + attention + 2 * self.adaLN_modulation[1].weight.numel()
+        return 2 * num_tokens * (num_linear_weights(self) - modulation) + attention + 2 * modulation
 
 
 class FinalLayer(nn.Module):
@@ -204,8 +209,9 @@ class DiT(nn.Module):
             `official_tread`, the modulation and final layers start with Xavier-uniform weights, as in TREAD's official code.
     """
 
-    block_class: type[nn.Module] = DiTBlock
+    block_class: type[DiTBlock] = DiTBlock
     route_end_class: type[RouteEnd] = RouteEnd  # class of the modules that end the routes
+    blocks: Sequence[DiTBlock]  # an nn.ModuleList, whose items have no type
 
     def __init__(
         self,
@@ -386,12 +392,12 @@ class DiT(nn.Module):
         N, D = self.num_tokens, self.pos_embed.shape[-1]
         conv, final = self.x_embedder.proj, self.final_layer
         patch_embedding = 2 * N * D * conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]
-        conditioning = 2 * sum(layer.weight.numel() for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]))
+        conditioning = 2 * num_linear_weights(self.t_embedder)
         tokens = [N] * len(self.blocks)
         for route, ratio in zip(self.router.routes, self._ratios_of_pass(selection_ratios)):
             for i in range(route.start_layer_idx, route.end_layer_idx + 1):
                 tokens[i] = num_kept_tokens(N, ratio)
         blocks = sum(block.flops(num_tokens) for block, num_tokens in zip(self.blocks, tokens) if num_tokens)
-        blocks += sum(2 * N * layer.weight.numel() for layer in self.route_end_modules.modules() if isinstance(layer, nn.Linear))
-        output = 2 * final.adaLN_modulation[1].weight.numel() + 2 * N * final.linear.weight.numel()
+        blocks += 2 * N * num_linear_weights(self.route_end_modules)
+        output = 2 * num_linear_weights(final.adaLN_modulation) + 2 * N * final.linear.weight.numel()
         return patch_embedding + conditioning + blocks + output
