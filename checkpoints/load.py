@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint
+from dit import DiT
 from runtime.compilation import compile_network, resolve_compile
 
 
 @lru_cache(maxsize=2)  # sweeps reuse networks
-def load_network(checkpoint: Checkpoint, weights: Any, device: torch.device, compile_mode: str = "none") -> nn.Module:
+def load_network(checkpoint: Checkpoint, weights: Any, device: torch.device, compile_mode: str = "none") -> DiT:
     """Load a checkpoint's network in evaluation mode.
 
     Args:

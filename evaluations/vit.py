@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.downloads import fetch_from_hub
@@ -19,6 +19,9 @@ from common.errors import UserError, as_user_error
 from common.files import hash_file
 from evaluations.features import Features, to_device
 from evaluations.metrics import full_float32
+
+if TYPE_CHECKING:
+    from timm.models.vision_transformer import VisionTransformer
 
 DINOV2_L = "vit_large_patch14_dinov2.lvd142m"
 
@@ -92,7 +95,7 @@ class DINOv2Detector(Encoder):
             return Features(self.name, pool=self.encode(images)[0])
 
 
-def _build(name: str, input_size: int) -> tuple[nn.Module, tuple[float, ...], tuple[float, ...]]:
+def _build(name: str, input_size: int) -> tuple[VisionTransformer, tuple[float, ...], tuple[float, ...]]:
     """Build the network on the meta device without weights. Also return the pixel mean and standard deviation."""
     import timm
     from timm.models.vision_transformer import VisionTransformer
@@ -114,7 +117,7 @@ def fetch_encoder_weights(name: str) -> Path:
     return fetch_from_hub(f"timm/{name}", "model.safetensors", otherwise=otherwise)[0]
 
 
-def _load(net: nn.Module, file: Path, preprocessing: str) -> None:
+def _load(net: VisionTransformer, file: Path, preprocessing: str) -> None:
     """Load a weights file without executing any code in the file, and resize the position embeddings to the network's grid."""
     from timm.models import load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn

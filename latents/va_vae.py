@@ -6,9 +6,13 @@ import logging
 import re
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from latents.torch_files import load_tensors
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
 
 # Patterns that convert latent diffusion's parameter names to diffusers, which numbers the decoder levels in reverse order.
 # diffusers' own converter ignores attention layers inside levels, which VA-VAE uses on 16x16 feature maps.
@@ -39,7 +43,7 @@ def find_va_vae(source: str) -> Path:
     return files[0]
 
 
-def autoencoder_kl() -> type:
+def autoencoder_kl() -> type[AutoencoderKL]:
     """Import diffusers' AutoencoderKL and suppress all warnings. This function delays the import because it is slow."""
     logging.disable(logging.WARNING)
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
@@ -22,6 +21,7 @@ from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
 from configs.settings import resolve
+from dit import DiT
 from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
@@ -120,7 +120,7 @@ class Recipe:
         decoder = autoencoders.build(self.sampling.autoencoder, device, self.run_config.data.in_channels)
         return self.build_image_sampler(net, decoder, device, compile_mode)
 
-    def build_image_sampler(self, net: nn.Module, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
+    def build_image_sampler(self, net: DiT, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
         weak = None
         if self.weak:

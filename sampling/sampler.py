@@ -9,12 +9,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import UserError
 from common.images import to_uint8
 from common.randomness import SeedRandom, derive_seed
 from configs.schema import Data, Diffusion, Sampler
+from dit import DiT
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder
 from latents.shards import restore_latents
@@ -36,7 +37,7 @@ class ImageSampler:
         cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.
     """
 
-    net: nn.Module
+    net: DiT
     diffusion: Diffusion
     sampler: Sampler
     guidance: Guidance
@@ -46,7 +47,7 @@ class ImageSampler:
     precision: str = "fp32"
     rounding: str = "round"
     is_compiled: bool = False
-    weak: tuple[nn.Module, Diffusion] | None = None
+    weak: tuple[DiT, Diffusion] | None = None
     cost: dict[str, float] = field(default_factory=dict, init=False)
     _largest_batch: int = field(default=0, init=False)
 
@@ -67,7 +68,7 @@ class ImageSampler:
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
         calls: Counter[tuple] = Counter()  # evaluations per image, by network and selection ratio
 
-        def denoise(net: nn.Module, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
+        def denoise(net: DiT, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
             calls[net, routing.get("selection_ratios", 0.0)] += len(x) / len(seeds)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)

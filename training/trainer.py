@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import Diverged
 from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
+from dit import DiT
 from latents.batches import BatchOrder, read_batches
 from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
@@ -113,7 +114,7 @@ class Trainer:
         self,
         accelerator: Accelerator,
         cfg: TrainConfig,
-        net: nn.Module,
+        net: DiT,
         ema: EMA,
         dataset: LatentDataset,
         alignment: Any = None,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -128,6 +128,9 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
+L = TypeVar("L", bound="LabelledImages")
+
+
 class LabelledImages:
     """A list of labelled images, which are accessed by index.
 
@@ -151,7 +154,7 @@ class LabelledImages:
     def __len__(self) -> int:
         return len(self.names)
 
-    def select(self, indices: Sequence[int]) -> LabelledImages:
+    def select(self: L, indices: Sequence[int]) -> L:
         """Return the list of the images with the given indices."""
         selected = copy.copy(self)
         selected.names = [self.names[i] for i in indices]
@@ -218,7 +221,7 @@ class TarImages(LabelledImages):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
         super().__init__(path, [f"{item.file.name}/{item.name}" for item in self.items], [item.label for item in self.items])
 
-    def select(self, indices: Sequence[int]) -> LabelledImages:
+    def select(self, indices: Sequence[int]) -> TarImages:
         selected = super().select(indices)
         selected.items = [self.items[i] for i in indices]
         return selected
