@@ -6,7 +6,7 @@ A key declares its role in its type, as in `lr: ChangesWeights[PositiveFloat]`. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 Answer = Literal["refuses", "accepts"]
@@ -36,7 +36,7 @@ ChangesNothing = Annotated[T, Role("accepts", "accepts",   "accepts", "accepts",
 # fmt: on
 
 
-def roles_of(settings: object, group: str = "", role: Role | None = None) -> dict[str, Role]:
+def roles_of(settings: Any, group: str = "", role: Role | None = None) -> dict[str, Role]:
     """Map the dotted keys of settings, and of the groups in it, to their roles. Raises TypeError for a key without a role."""
     roles = {}
     for name, field in type(settings).__pydantic_fields__.items():

@@ -206,4 +206,4 @@ def sampler_of_run(run_config: TrainConfig, given: Mapping[str, Any]) -> Sampler
         owner = f"the sampler of diffusion={run_config.diffusion.name}"
         raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
     values = vars(run_config.sampler) | {key: value for key, value in given.items() if value is not None}
-    return validate_groups({"sampler": values}, sampler=type(run_config.sampler)).sampler
+    return validate_groups({"sampler": values}, sampler=type(run_config.sampler))["sampler"]

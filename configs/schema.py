@@ -298,10 +298,10 @@ class Wandb(Settings):
     project: Text
 
 
-def validate_groups(raw: dict, **classes: type) -> Settings:
+def validate_groups(raw: dict, **classes: type) -> dict[str, Any]:
     """Validate groups whose types follow from other keys."""
     fields = {name: (kind, ...) for name, kind in classes.items()}
-    return validate(raw, create_model("Groups", __base__=Settings, **fields))
+    return dict(validate(raw, create_model("Groups", __base__=Settings, **fields)))
 
 
 class TrainConfig(Settings):
@@ -344,7 +344,7 @@ class TrainConfig(Settings):
         diffusion_class = resolve_name(DIFFUSIONS[name])
         groups = {"diffusion": self.diffusion, "sampler": self.sampler}
         built = validate_groups(groups, diffusion=diffusion_class, sampler=diffusion_class.Sampler)
-        return self.model_copy(update=dict(built))
+        return self.model_copy(update=built)
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from common.errors import UserError
 
@@ -24,6 +24,7 @@ class Settings(BaseModel):
 
 
 S = TypeVar("S", bound=Settings)
+M = TypeVar("M", bound=BaseModel)
 GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
 # A value or a list of values. The discriminator lets pydantic check, and report, only one of the two.
@@ -51,14 +52,14 @@ def resolve(overrides: Settings, values: Mapping[str, object], settings_class: t
     return settings_class.model_construct(**dict(fill_missing(overrides, values)))
 
 
-def validate(raw: dict, settings_class: type[T], as_written: Mapping[str, str] = MappingProxyType({})) -> T:
-    """Convert `raw` to an instance of a settings class or dataclass.
+def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] = MappingProxyType({})) -> M:
+    """Convert `raw` to an instance of a settings class.
 
     `as_written` contains values as the user wrote them, by dotted key. Text that looks like a number, such as 2024_11_25, is
     taken from there, because Hydra reads the number 20241125. A number from an interpolation, such as ${seed}, becomes text.
     """
     try:
-        return TypeAdapter(settings_class).validate_python(raw)
+        return settings_class.model_validate(raw)
     except ValidationError as e:
         texts = _texts_for_numbers(e.errors(), raw, as_written)
         if not texts:
