@@ -41,7 +41,7 @@ class GuidanceInputs:
     denoise: Callable[..., Tensor]
     num_classes: int
     route_noise_shape: tuple[int, int] = (0, 0)
-    draw_route_noise: Callable[[], Tensor] | None = None
+    draw_route_noise: Callable[[], Tensor | None] = lambda: None  # no noise without routes
     weak: Callable[..., Tensor] | None = None
     weak_route_noise_shape: tuple[int, int] = (0, 0)
     levels: Sequence[float] = ()
@@ -162,9 +162,9 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) ->
 
     A weight w of 1 disables guidance. Raises ValueError if there is no weak network.
     """
-    if inputs.weak is None:
+    if (weak := inputs.weak) is None:
         raise ValueError("guidance=autoguidance needs a second network: guidance.checkpoint=<folder of a checkpoint or of a run>")
-    return _guide(lambda *batch: (inputs.denoise(*batch), inputs.weak(*batch)), inputs.denoise, w, **bounds)
+    return _guide(lambda *batch: (inputs.denoise(*batch), weak(*batch)), inputs.denoise, w, **bounds)
 
 
 def _guide(
