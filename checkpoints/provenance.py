@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +26,7 @@ GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on
 
 def describe_start(
     accelerator: Accelerator, step: int, resumed: bool, changed: Sequence[str] = (), initial: Checkpoint | None = None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not.
 
     `changed` lists the settings that a resume changed. `initial` is the checkpoint of init_from with which the run began.

@@ -73,6 +73,6 @@ def source_of(what: str) -> str:
     """Return the source code of a class, or a function's signature and docstring, without importing the module."""
     module, _, name = what.partition(":")
     source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    node = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name)
     end = node.end_lineno if isinstance(node, ast.ClassDef) else node.body[0].end_lineno
     return "\n".join(source.splitlines()[node.lineno - 1 : end]) + "\n"

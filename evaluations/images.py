@@ -271,7 +271,7 @@ class NpzImages:
                 for image, item in zip(images, items[i : i + batch_size]):
                     if item != following:  # seeking disables the file's checksum
                         f.seek(self._header_bytes + int(item) * size)
-                    if f.readinto(image.reshape(-1).data) != size:
+                    if f.readinto(image.reshape(-1).data) != size:  # ty: ignore[missing-attribute] (it is a ZipExtFile, not IO)
                         raise EOFError(f"arr_0 ends before image {item + 1} of {len(self)}")
                     following = item + 1
                 yield images

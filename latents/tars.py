@@ -85,7 +85,8 @@ def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[T
     known = (*extensions, *LABEL_EXTENSIONS) if is_labelled else extensions
     with as_user_error(f"{file} (an uncompressed tar with whole numbers in .cls)"), tarfile.open(regular_file(file), "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # tarfile would otherwise cache all members, which takes gigabytes for a large tar
+            # tarfile would otherwise cache all members, which takes gigabytes for a large tar.
+            tar.members.clear()  # ty: ignore[missing-attribute] (its types leave `members` out)
             if any(is_hidden(part) for part in PurePosixPath(member.name).parts):
                 continue
             folder, slash, name = member.name.rpartition("/")

@@ -173,8 +173,8 @@ def inner_module(module: nn.Module) -> nn.Module:
 
 def attached(network: nn.Module) -> Attachment | None:
     """Return the attachment of a network or of a deep copy, or None if the network has no attachment."""
-    hooks = inner_module(network)._forward_pre_hooks.values()
-    return next((hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Attachment)), None)
+    owners = (getattr(hook, "__self__", None) for hook in inner_module(network)._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, Attachment)), None)
 
 
 def attach(

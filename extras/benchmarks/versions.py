@@ -10,6 +10,7 @@ if __name__ == "__main__":
     if missing := [name for name in [*PACKAGES.split(), "psutil", "pytest"] if find_spec(name) is None]:
         sys.exit(f"missing packages: {', '.join(missing)}")
     import torch
+    import torch.cuda.nccl
     import torch.nn.attention  # defines SDPBackend
 
     from runtime.machine import choose_kernels
