@@ -99,7 +99,7 @@ def untrained_inception(file: Path) -> None:
     """Write a weights file in the layout of the real network, with random weights."""
 
     class Untrained(port.FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):  # keep the initial weights
+        def load_state_dict(self, *args, **kwargs):  # keep the initial weights
             pass
 
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):

@@ -146,8 +146,8 @@ def test_every_definition_is_used_outside_of_tests():
     offered = {"main", "__all__", "script"}
     for tree in sources().values():
         for node in tree.body:
-            if defined_in(node) == ["__all__"]:
-                offered |= {element.value for element in node.value.elts}
+            if isinstance(node, ast.Assign) and defined_in(node) == ["__all__"]:
+                offered |= {*ast.literal_eval(node.value)}
     unused = [
         f"{module}.{name}"
         for module, tree in sources().items()

@@ -120,22 +120,23 @@ def test_an_adapter_written_by_the_user_routes_their_own_network():
 
     class Mixer(torch.nn.ModuleDict):
         def forward(self, x, positions):
-            x = self.embed(x)
-            for layer in self.layers:
+            x = self["embed"](x)
+            for layer in self["layers"]:
                 x = layer(x, positions)
             return x
 
-    network = Mixer({"embed": torch.nn.Linear(4, 4), "layers": torch.nn.ModuleList(Block() for _ in range(4))})
+    embed, layers = torch.nn.Linear(4, 4), torch.nn.ModuleList(Block() for _ in range(4))
+    network = Mixer({"embed": embed, "layers": layers})
     adapter = Adapter("embed", (BlockList("layers", "states", axes=(TokenAxis("positions", dim=1),)),))
     attachment = attach(network, [Route(0.5, 1, 2)], adapter=adapter)
     x, positions = normal(2, 6, 4), normal(1, 6, 4, seed=2)
     output = network(x, positions)
     ((_, _, skips),) = skipped(attachment, 6)
     attachment.detach()
-    once = network.layers[0](network.embed(x), positions)
+    once = layers[0](embed(x), positions)
     # These blocks do not mix tokens, so each token either passes through the two middle blocks or skips them.
-    through = network.layers[3](network.layers[2](network.layers[1](once, positions), positions), positions)
-    past = network.layers[3](once, positions)
+    through = layers[3](layers[2](layers[1](once, positions), positions), positions)
+    past = layers[3](once, positions)
     assert skips.sum(1).tolist() == [3, 3]
     assert torch.allclose(output, torch.where(skips[..., None], past, through), atol=1e-6)
     # A method of the network's own also routes in training, without the hooks of `__call__`.

@@ -217,10 +217,10 @@ def test_peft_models_with_and_without_int8_weights_are_routed_through_their_wrap
     case, network = NETWORKS[name], build(name)
     inputs = case.inputs(False)
     if int8:
-        from torchao import quantization  # slow to import
+        from torchao.quantization.quant_api import Int8WeightOnlyConfig, quantize_  # slow to import
 
         blocks = torch.nn.ModuleList(block for block, _ in blocks_of(network, case))
-        quantization.quantize_(blocks, quantization.Int8WeightOnlyConfig())
+        quantize_(blocks, Int8WeightOnlyConfig())
     wrapped = peft.get_peft_model(network, lora_config("to_q", "to_v"))
     attachment = attach(wrapped, ROUTES)
     assert attached(wrapped) is attached(network) is attachment

@@ -277,7 +277,7 @@ def test_a_new_sampler_setting_repeats_no_evaluation_and_refuses_no_resume(dampe
 
 def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experiment(with_patience):
     cfg = read_config(RUN)
-    assert cfg.train.patience == 0
+    assert dict(cfg.train)["patience"] == 0
     check_resume(read_checkpoint(CHECKPOINT), cfg)
     other = cfg.model_copy(update={"train": cfg.train.model_copy(update={"patience": 3})})
     with pytest.raises(UserError, match="train.patience: 0 -> 3"):

@@ -82,7 +82,7 @@ def server(vae, hub):
 
         do_HEAD = do_GET
 
-        def log_message(self, *args):
+        def log_message(self, format, *args):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:

@@ -166,7 +166,9 @@ def tf32_state():
 
     def state():
         products = (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32)
-        convolutions = (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32)
+        # torch replaces the module by an object with the attribute `conv`.
+        convolution = torch.backends.cudnn.conv.fp32_precision  # ty: ignore[missing-attribute]
+        convolutions = (convolution, torch.backends.cudnn.allow_tf32)
         return (*products, torch.backends.cuda.matmul.fp32_precision, *convolutions)
 
     yield state
