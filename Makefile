@@ -35,6 +35,7 @@ endif
 
 lint: env
 	$(BIN)/ruff check .
+	$(BIN)/ty check
 
 env: $(INSTALLED)
 
