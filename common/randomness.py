@@ -28,7 +28,7 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. In every result, the samples are the first axis.
+    """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `draw_with`.
 
     Attributes:
         quantiles: Quantiles in [0, 1] of the noise levels, [B], after `draw_for_noise_level` has been called.
@@ -38,11 +38,11 @@ class SampleRandom:
 
     def randn(self, *shape: int) -> Tensor:
         """Draw standard normal numbers [B, *shape]."""
-        return self._draw(torch.randn, shape)
+        return self.draw_with(torch.randn, shape)
 
     def rand(self, *shape: int) -> Tensor:
         """Draw uniform numbers in [0, 1), [B, *shape]."""
-        return self._draw(torch.rand, shape)
+        return self.draw_with(torch.rand, shape)
 
     def draw_for_noise_level(self, distribution: Literal["normal", "uniform"]) -> Tensor:
         """Draw the numbers [B] from which a loss computes its noise levels, and store their quantiles for `loss_by_level`.
@@ -56,9 +56,9 @@ class SampleRandom:
         return numbers
 
     def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
-        return self._draw(draw, ())
+        return self.draw_with(draw, ())
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+    def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         """Draw numbers [B, *shape] with `draw`, which is torch.randn or torch.rand."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class SeedRandom(SampleRandom):
         self.generators = [torch.Generator().manual_seed(derive_seed(stream, seed)) for seed in seeds]
         self.device = device
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+    def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         drawn = torch.stack([draw(shape, generator=g) for g in self.generators])
         on_cuda = self.device.type == "cuda"  # copies from pinned memory do not wait for queued work
         return (drawn.pin_memory() if on_cuda else drawn).to(self.device, non_blocking=on_cuda)

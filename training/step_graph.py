@@ -28,7 +28,7 @@ class StaticRandom(SampleRandom):
     def refill(self, source: SampleRandom) -> None:
         """Draw the numbers of the next micro-batch from `source`."""
         for draw, shape, buffer in self._buffers:
-            buffer.copy_(source._draw(draw, shape))
+            buffer.copy_(source.draw_with(draw, shape))
 
     def rewind(self) -> StaticRandom:
         """Start again with the first number."""
@@ -36,9 +36,9 @@ class StaticRandom(SampleRandom):
         self.quantiles = None
         return self
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+    def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         if self._num_drawn == len(self._buffers):  # only in the first micro-batch
-            self._buffers.append((draw, shape, self._source._draw(draw, shape).clone()))
+            self._buffers.append((draw, shape, self._source.draw_with(draw, shape).clone()))
         self._num_drawn += 1
         return self._buffers[self._num_drawn - 1][2]
 

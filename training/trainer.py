@@ -79,7 +79,7 @@ class StepRandom(SampleRandom):
         self.batch_size, self.rows, self.device = batch_size, rows, device
         self.generator = torch.Generator(device).manual_seed(derive_seed(seed, step, stream))
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+    def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         return draw(self.batch_size, *shape, generator=self.generator, device=self.device)[self.rows]
 
 
