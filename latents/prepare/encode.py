@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
-from common.errors import UserError, as_user_error, list_problems
+from common.errors import UserError, list_problems
 from common.images import from_uint8
 from common.progress import progress_bar
 from common.randomness import SeedRandom
@@ -163,18 +163,8 @@ def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
 
 def find_unreadable(source: LabelledImages, cfg: EncodeConfig) -> list[str]:
     """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
-
-    read_image = image_reader(cfg)
-
-    def error_of(index: int) -> str | None:
-        try:
-            with as_user_error(source.names[index]):
-                read_image(source, index)
-        except UserError as e:
-            return str(e)
-
     num_images = min(len(source), NUM_CHECKED)
-    errors = map_ahead(error_of, range(num_images), cfg.num_workers)
+    errors = map_ahead(functools.partial(image_reader(cfg).error_of, source), range(num_images), cfg.num_workers)
     return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
 
 
@@ -213,12 +203,15 @@ def plan_shards(
     A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
     unreadable images, which are returned. With on_error=skip, no images are returned.
     """
+    read_image = image_reader(cfg)
     readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
     unreadable: list[dict] = []
     for shard, names in folder.left_out.items():
-        batch = _read_batch(source, cfg, [i for i in range(shard.start, shard.stop) if source.names[i] in names])
-        unreadable += batch.left_out if cfg.on_error == "stop" else []
-        readable |= {shard: source.names[batch.items[0].index]} if batch.items else {}
+        errors = {i: read_image.error_of(source, i) for i in range(shard.start, shard.stop) if source.names[i] in names}
+        if now := [source.names[i] for i, error in errors.items() if error is None]:
+            readable[shard] = now[0]
+        if cfg.on_error == "stop":
+            unreadable += [{"name": source.names[i], "problem": error} for i, error in errors.items() if error is not None]
     if not unreadable:  # a command that ends with an error makes no shard again
         folder.rename_incomplete(readable)
     missing, num_classes = folder.missing_shards(), folder.writer.info.num_classes
@@ -272,12 +265,10 @@ def _read_batch(source: LabelledImages, cfg: EncodeConfig, indices: Sequence[int
     pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)
     left_out: list[dict] = []
     for index in indices:
-        name = source.names[index]
         try:
-            with as_user_error(name):
-                image = read_image(source, index)
+            image = read_image(source, index)
         except UserError as e:
-            left_out.append({"name": name, "problem": str(e)})
+            left_out.append({"name": source.names[index], "problem": str(e)})
             continue
         pixels[len(items)] = image.pixels
         jpeg = to_jpeg(image.pixels) if cfg.keep_images == "jpeg" else None

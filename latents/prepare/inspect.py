@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from common.errors import UserError, as_user_error
+from common.errors import UserError
 from common.files import open_atomically
 from common.images import DRAWING, class_caption, from_uint8, labelled_grid, to_uint8
 from common.progress import progress_bar
@@ -126,8 +126,7 @@ class SourceImages:
 
     def read(self, item: int) -> ReadImage:
         """Read and crop an item's image."""
-        with as_user_error(self.names[item]):
-            return self._reader(self._source, item)
+        return self._reader(self._source, item)
 
 
 def find_problems(

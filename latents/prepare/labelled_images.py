@@ -71,12 +71,21 @@ class ImageReader:
     value_range: Sequence[float] | None = None
 
     def __call__(self, images: LabelledImages, index: int) -> ReadImage:
-        image, notes = self._decode(images, index)
-        image_hash = hash_pixels(image)
-        image = ImageOps.expand(image, self.pad)
-        notes += ["enlarged"] if min(image.size) < self.resolution else []
-        pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
-        return ReadImage(pixels, image_hash, notes)
+        """Read and crop an image. Raises UserError, which names the image, if it cannot be read."""
+        with as_user_error(images.names[index]):
+            image, notes = self._decode(images, index)
+            image_hash = hash_pixels(image)
+            image = ImageOps.expand(image, self.pad)
+            notes += ["enlarged"] if min(image.size) < self.resolution else []
+            pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
+            return ReadImage(pixels, image_hash, notes)
+
+    def error_of(self, images: LabelledImages, index: int) -> str | None:
+        """Return why an image cannot be read, or None if it can be read."""
+        try:
+            self(images, index)
+        except UserError as e:
+            return str(e)
 
     def hash(self, images: LabelledImages, index: int) -> int | None:
         """Return the hash of an image, or None if it cannot be read."""
