@@ -26,7 +26,7 @@ COMMANDS = {
     "detector": "latents.prepare.reference:detector",
     "fetch": "latents.prepare.fetch:fetch",
 }
-KEYS = {"encode": "latents.prepare.encode:EncodeConfig", "convert": "latents.prepare.convert:ConvertConfig"}
+KEYS = {"encode": "latents.prepare.encode_plan:EncodeConfig", "convert": "latents.prepare.convert:ConvertConfig"}
 
 
 def main(arguments: list[str]) -> None:

@@ -29,7 +29,7 @@ from common.images import list_images
 from evaluations.images import open_images, write_npz
 from latents.dataset import LatentDataset
 from latents.prepare.convert import ConvertConfig
-from latents.prepare.encode import EncodeConfig
+from latents.prepare.encode_plan import EncodeConfig
 
 
 def open_run(folder):

@@ -1,26 +1,25 @@
 """Implement `prepare_latents.py encode`, which encodes images into a folder of shards.
 
-Threads read and crop images, the device encodes them, and a thread writes shards.
+Threads read and crop images, the device encodes them, and a thread writes shards. `latents.prepare.encode_plan` chooses the
+images and the shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,87 +27,26 @@ from common.errors import UserError, list_problems
 from common.images import from_uint8
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Range, Text
-from latents import autoencoders
-from latents.autoencoders import SD_VAE, Autoencoder
+from latents.autoencoders import Autoencoder
 from latents.batches import map_ahead
-from latents.prepare.labelled_images import (
-    ImageReader,
-    LabelledImages,
-    count_classes,
-    describe_classes,
-    hash_images,
-    open_labelled_images,
-    to_jpeg,
+from latents.prepare.encode_plan import (
+    EncodeConfig,
+    check_settings,
+    image_reader,
+    list_and_check_images,
+    list_seen_files,
+    load_autoencoder,
+    open_folder,
+    plan_shards,
 )
-from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder, ShardWriter
-from latents.shards import (
-    LATENT_TENSORS,
-    UNFINISHED,
-    Duplicates,
-    Kind,
-    NumClasses,
-    Part,
-    Resolution,
-    ShardInfo,
-    draw_latents,
-    pack_images,
-)
-from latents.torch_files import read_channel_statistics
+from latents.prepare.labelled_images import LabelledImages, hash_images, to_jpeg
+from latents.prepare.write import PlannedShard, ShardWriter
+from latents.shards import LATENT_TENSORS, UNFINISHED, draw_latents, pack_images
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import SeenFile, check_new_file, check_same, gather_lists, keep_on_main, on_main
+from runtime.processes import check_new_file, check_same, gather_lists, keep_on_main, on_main
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EncodeConfig:
-    """Keys of `prepare_latents.py encode`."""
-
-    images: Text  # folder with one subfolder per class (as in ImageNet) or with EDM's dataset.json, or WebDataset tars
-    output: Text  # folder for the shards
-    # `auto` makes the folders that hold the images the classes. `first_level` makes the first level of folders the classes, and
-    # accepts tars of several parts of a data set. `none` assigns all images to a single class.
-    labels: Literal["auto", "none", "first_level"] = "auto"
-    # `validation` selects about one of 20 images and `train` selects the others. Equal images belong to the same part.
-    part: Part = "all"
-    duplicates: Duplicates = "keep"  # whether to leave out images that equal an earlier one (`skip`)
-    resolution: Resolution = 256  # height and width in pixels after ADM's centre crop (at most 65,536)
-    pad: NonNegativeInt = 0  # number of black pixels to add on each side before the crop (2 pads 28x28 to 32x32)
-    background: Colour = "white"  # background colour for transparent images, either a name or #rrggbb
-    # Grey images with more than 8 bits (16-bit PNG, float TIFF) need the values that become black and white, such as [0,65535].
-    value_range: Range | None = None
-    grey: bool = False  # whether to convert images to one grey channel (requires autoencoder=identity)
-    autoencoder: Annotated[str, Field(pattern="^(identity|(sd|va)-vae:.+)$")] = SD_VAE
-    kind: Kind = "moments"  # `moments` (mean and log-variance, from which the trainer samples) or `sample` (drawn once by `seed`)
-    flips: bool = False  # true also encodes the mirrored images
-    keep_images: Literal["none", "jpeg"] = "none"  # `jpeg` also stores the cropped images for alignment
-    normalize: bool = False  # whether to normalise each network input channel to mean 0 and standard deviation 1 over all latents
-    latents_stats: Text | None = None  # LightningDiT's latents_stats.pt, which contains statistics to normalise each channel
-    sigma_data: PositiveFloat | None = None  # target standard deviation of the network input (EDM: 0.5), which sets scale_factor
-    scale_factor: PositiveFloat | None = None  # factor of another data set, so that init_from= can continue on this one
-    num_classes: NumClasses | None = None  # number of classes, at most 1,000,000 (default: from class names or labels)
-    precision: Literal["fp32", "bf16"] = "fp32"  # precision of the autoencoder (bf16 is intended for GPUs)
-    dtype: Dtype = "float16"  # data type of the stored latents
-    seed: NonNegativeInt = 0  # random seed for kind=sample
-    shard_size: PositiveInt = SHARD_SIZE  # images per shard (a process holds up to two in memory, and loses them if interrupted)
-    # `stop` lists what cannot be read in one error, after all other shards are made. `skip` leaves it out, and manifest.json
-    # lists it: images, links, folders, and class folders without images.
-    on_error: Literal["stop", "skip"] = "stop"
-    batch_size: PositiveInt = 64  # batch size per process
-    num_workers: NonNegativeInt | None = None  # number of reading threads per process (default: an equal share of the CPU cores)
-    cpu_threads: PositiveInt | None = None  # number of torch's threads per process (default: an equal share of the CPU cores)
-    tf32: bool = True  # whether CUDA uses TF32 for float32 matrix products and convolutions
-
-
-# Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
-# The settings in shards get scale_factor from ShardInfo.
-MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
-MAY_CHANGE_ON_RESUME |= {"scale_factor"}
-REPAIR = "repair or remove {}, or set on_error=skip"
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
-NUM_CHECKED = 10_000  # number of images that `find_unreadable` reads
 
 
 def encode(cfg: EncodeConfig) -> None:
@@ -137,107 +75,6 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
     on_main(lambda: folder.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
-
-
-def check_settings(cfg: EncodeConfig) -> None:
-    """Raise UserError if two settings exclude each other."""
-    if cfg.autoencoder == "identity" and cfg.kind == "moments":
-        raise UserError("kind=moments: pixels have no log-variance; use kind=sample with autoencoder=identity")
-    if cfg.grey and cfg.autoencoder != "identity":
-        raise UserError(f"grey=true: autoencoder={cfg.autoencoder} encodes RGB; use autoencoder=identity")
-    scaling_keys = [key for key in ("normalize", "sigma_data", "latents_stats", "scale_factor") if getattr(cfg, key)]
-    if len(scaling_keys) > 1:
-        raise UserError(f"{'= and '.join(scaling_keys)}= all scale the latents; give one of them")
-    if Path(cfg.images).resolve() in (Path(cfg.output).resolve(), *Path(cfg.output).resolve().parents):
-        raise UserError(f"output={cfg.output} is inside images={cfg.images}; give a folder elsewhere")
-
-
-def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
-    """List the images. If there are problems and on_error=stop, raise UserError, which also names unreadable images."""
-    source = open_labelled_images(cfg.images, cfg.labels)
-    if source.problems and cfg.on_error == "stop":
-        problems = dict.fromkeys([*source.problems.values(), *find_unreadable(source, cfg)])
-        raise UserError(f"images={cfg.images}: {list_problems([*problems], REPAIR)}")
-    return source
-
-
-def find_unreadable(source: LabelledImages, cfg: EncodeConfig) -> list[str]:
-    """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
-    num_images = min(len(source), NUM_CHECKED)
-    errors = map_ahead(functools.partial(image_reader(cfg).error_of, source), range(num_images), cfg.num_workers)
-    return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
-
-
-def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
-    """Build the autoencoder, and check that it accepts images of `cfg.resolution`."""
-    try:
-        vae = autoencoders.build(cfg.autoencoder, device, precision=cfg.precision)
-    except UserError as e:
-        raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
-    if cfg.resolution % vae.downsampling:
-        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
-    return vae
-
-
-def list_seen_files(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[SeenFile]:
-    """Return what this process sees of the images and of the autoencoder's weights."""
-    weights = SeenFile("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
-    return [SeenFile("images", Path(cfg.images), source.hash(0, 1)), weights]
-
-
-def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
-    """Lock the output folder, and rename shards that are out of date."""
-    info = describe_shards(source, vae, cfg)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
-    if cfg.duplicates == "keep":
-        del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    return ShardFolder(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
-
-
-def plan_shards(
-    folder: ShardFolder, source: LabelledImages, cfg: EncodeConfig
-) -> tuple[ShardWriter, list[PlannedShard], list[dict]]:
-    """Return what writes the shards, the missing shards, and the unreadable images of the other shards.
-
-    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
-    unreadable images, which are returned. With on_error=skip, no images are returned.
-    """
-    read_image = image_reader(cfg)
-    readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
-    unreadable: list[dict] = []
-    for shard, names in folder.left_out.items():
-        errors = {i: read_image.error_of(source, i) for i in range(shard.start, shard.stop) if source.names[i] in names}
-        if now := [source.names[i] for i, error in errors.items() if error is None]:
-            readable[shard] = now[0]
-        if cfg.on_error == "stop":
-            unreadable += [{"name": source.names[i], "problem": error} for i, error in errors.items() if error is not None]
-    if not unreadable:  # a command that ends with an error makes no shard again
-        folder.rename_incomplete(readable)
-    missing, num_classes = folder.missing_shards(), folder.writer.info.num_classes
-    log.info("%d images in %d classes; %d of %d shards to make", len(source), num_classes, len(missing), len(folder.shards))
-    return folder.writer, missing, unreadable
-
-
-def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:
-    """Return the header of the shards, and log the classes. The user's statistics replace the autoencoder's own.
-
-    Raises UserError if labels, `num_classes` or `latents_stats` do not fit.
-    """
-    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
-    log.info("%s", describe_classes(source))
-    scale_factor, _, mean, std = vae.scaling
-    if cfg.latents_stats:
-        scale_factor = 1.0
-        mean, std = read_channel_statistics(Path(cfg.latents_stats), vae.channels)
-    elif cfg.normalize or cfg.sigma_data:  # `ShardFolder.finish` stores the measured statistics or scale factor
-        scale_factor = 1.0 if cfg.normalize else scale_factor
-        mean = std = None
-    return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, mean, std)
-
-
-def image_reader(cfg: EncodeConfig) -> ImageReader:
-    return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
 
 
 class _Item(NamedTuple):
