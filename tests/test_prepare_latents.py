@@ -172,7 +172,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
 
     first, opened = open_folder(), []
     for shard in first.missing_shards():
-        first.writer.write(shard, {"labels": torch.tensor([0, 1]), "latents": torch.randn(2, 1, 4, 4)})
+        first.write(shard, {"labels": torch.tensor([0, 1]), "latents": torch.randn(2, 1, 4, 4)})
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
         open_folder()

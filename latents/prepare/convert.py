@@ -63,7 +63,7 @@ def convert(cfg: ConvertConfig) -> None:
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_jpeg is not None:
             tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
-        folder.writer.write(shard, tensors)
+        folder.write(shard, tensors)
     folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 

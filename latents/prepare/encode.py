@@ -7,14 +7,13 @@ images and the shards.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,50 +30,57 @@ from latents.autoencoders import Autoencoder
 from latents.batches import map_ahead
 from latents.prepare.encode_plan import (
     EncodeConfig,
+    EncodePlan,
     check_settings,
     image_reader,
     list_and_check_images,
     list_seen_files,
     load_autoencoder,
-    open_folder,
     plan_shards,
 )
 from latents.prepare.labelled_images import LabelledImages, hash_images, to_jpeg
-from latents.prepare.write import PlannedShard, ShardWriter
-from latents.shards import LATENT_TENSORS, UNFINISHED, draw_latents, pack_images
+from latents.shards import LATENT_TENSORS, draw_latents, pack_images
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import check_new_file, check_same, gather_lists, keep_on_main, on_main
+from runtime.processes import check_new_file, check_same, gather_lists, on_main
 
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
 
 
 def encode(cfg: EncodeConfig) -> None:
-    """Encode images into a folder of shards. All processes that accelerate starts share the work."""
+    """Encode images into a folder of shards. All processes that accelerate starts share the work.
+
+    The main process decides in two steps. First, it lists the images. Then, after all processes have compared what they see and
+    have selected the images to encode, it plans the shards.
+    """
     check_settings(cfg)
     cfg = replace(cfg, num_workers=cores_per_process() if cfg.num_workers is None else cfg.num_workers)
     # Use a long timeout, because processes that finish early wait for the slowest process.
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
-    source = on_main(lambda: list_and_check_images(cfg))
+    source = on_main(partial(list_and_check_images, cfg))
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
-    check_same(functools.partial(list_seen_files, source, weights_hash, cfg))
+    check_same(partial(list_seen_files, source, weights_hash, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
-        share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
-        hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
-        source = source.select_part(hashes, cfg.part, cfg.duplicates)
+        source = select_images(source, cfg, accelerator)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    folder = keep_on_main(lambda: open_folder(source, vae, weights_hash, cfg))
-    writer, missing, unreadable = on_main(lambda: plan_shards(folder, source, cfg))
-    check_new_file("output", Path(cfg.output) / UNFINISHED)
+    plan = on_main(partial(plan_shards, source, vae, weights_hash, cfg))
+    check_new_file("output", plan.folder.lock_path)
+    unreadable = plan.unreadable + gather_lists(encode_images(plan, source, vae, cfg, accelerator))
     # The error comes after every process has made its shards, because it ends all processes.
-    unreadable += gather_lists(encode_images(source, vae, writer, missing[rank::num_processes], cfg, accelerator))
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": source.unread}
-    on_main(lambda: folder.finish(source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
+    on_main(partial(plan.folder.finish, source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
+
+
+def select_images(source: LabelledImages, cfg: EncodeConfig, accelerator: Accelerator) -> LabelledImages:
+    """Return the images that `part` and `duplicates` select. Every process hashes a share of the images."""
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
+    hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
+    return source.select_part(hashes, cfg.part, cfg.duplicates)
 
 
 class _Item(NamedTuple):
@@ -138,7 +144,7 @@ class _ShardContent:
         self._items += items
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors for `ShardWriter.write`, on the CPU."""
+        """Return the tensors for `ShardFolder.write`, on the CPU."""
         tensors = {"labels": torch.tensor([item.label for item in self._items], dtype=torch.int64)}
         tensors |= {name: torch.cat([part[name].cpu() for part in self._latents]) for name in self._latents[0]}
         tensors["image_hashes"] = torch.tensor([item.image_hash for item in self._items], dtype=torch.int64)
@@ -150,12 +156,7 @@ class _ShardContent:
 
 
 def encode_images(
-    source: LabelledImages,
-    vae: Autoencoder,
-    writer: ShardWriter,
-    shards: Sequence[PlannedShard],
-    cfg: EncodeConfig,
-    accelerator: Accelerator,
+    plan: EncodePlan, source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
 ) -> list[dict]:
     """Encode this process's share of the missing shards and write them. Return the unreadable images.
 
@@ -164,11 +165,12 @@ def encode_images(
     shards leave such images out, and the function returns [].
     """
     rank, num_processes = accelerator.process_index, accelerator.num_processes
+    shards = plan.missing[rank::num_processes]
     batch_size = cfg.batch_size
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
-    batches = map_ahead(functools.partial(_read_batch, source, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
+    batches = map_ahead(partial(_read_batch, source, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         previous: Future[None] | None = None  # the write of the previous shard
@@ -181,7 +183,7 @@ def encode_images(
             tensors = content.tensors()
             if previous is not None:
                 previous.result()  # at most one shard is queued
-            previous = pool.submit(writer.write, shard, tensors, content.left_out, content.notes())
+            previous = pool.submit(plan.folder.write, shard, tensors, content.left_out, content.notes())
         if previous is not None:
             previous.result()  # raises the error of the last write
     return unreadable

@@ -24,7 +24,7 @@ from latents.prepare.labelled_images import (
     describe_classes,
     open_labelled_images,
 )
-from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder, ShardWriter
+from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder
 from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics
 from runtime.processes import SeenFile
@@ -126,24 +126,28 @@ def list_seen_files(source: LabelledImages, weights_hash: str, cfg: EncodeConfig
     return [SeenFile("images", Path(cfg.images), source.hash(0, 1)), weights]
 
 
-def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
-    """Lock the output folder, and rename shards that are out of date."""
-    info = describe_shards(source, vae, cfg)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
-    if cfg.duplicates == "keep":
-        del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    return ShardFolder(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
+@dataclass(frozen=True)
+class EncodePlan:
+    """Which shards a command makes. The main process decides it for all processes.
 
-
-def plan_shards(
-    folder: ShardFolder, source: LabelledImages, cfg: EncodeConfig
-) -> tuple[ShardWriter, list[PlannedShard], list[dict]]:
-    """Return what writes the shards, the missing shards, and the unreadable images of the other shards.
-
-    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
-    unreadable images, which are returned. With on_error=skip, no images are returned.
+    Attributes:
+        folder: The folder of the shards.
+        missing: The shards to make.
+        unreadable: {"name", "problem"} for each image that finished shards have left out. Empty unless on_error=stop.
     """
+
+    folder: ShardFolder
+    missing: list[PlannedShard]
+    unreadable: list[dict]
+
+
+def plan_shards(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> EncodePlan:
+    """Lock the output folder, rename shards that are out of date, and find the missing shards.
+
+    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have left
+    out images that are still unreadable.
+    """
+    folder = open_folder(source, vae, weights_hash, cfg)
     read_image = image_reader(cfg)
     readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
     unreadable: list[dict] = []
@@ -155,9 +159,18 @@ def plan_shards(
             unreadable += [{"name": source.names[i], "problem": error} for i, error in errors.items() if error is not None]
     if not unreadable:  # a command that ends with an error makes no shard again
         folder.rename_incomplete(readable)
-    missing, num_classes = folder.missing_shards(), folder.writer.info.num_classes
+    missing, num_classes = folder.missing_shards(), folder.info.num_classes
     log.info("%d images in %d classes; %d of %d shards to make", len(source), num_classes, len(missing), len(folder.shards))
-    return folder.writer, missing, unreadable
+    return EncodePlan(folder, missing, unreadable)
+
+
+def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
+    info = describe_shards(source, vae, cfg)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    if cfg.duplicates == "keep":
+        del settings["duplicates"]  # shards of earlier versions lack the key
+    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
+    return ShardFolder(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
 
 
 def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:

@@ -55,12 +55,69 @@ class PlannedShard:
     source_hash: str  # hash of the source items
 
 
-@dataclass(frozen=True)
-class ShardWriter:
-    """Writes shards of a `ShardFolder`. Every process can have one, and only the main process needs the folder."""
+class ShardFolder:
+    """A folder that this process locks and fills with the planned shards. The constructor renames shards that are out of date.
 
-    info: ShardInfo  # header of the shards
-    settings: dict  # all settings that affect the latents, in JSON types
+    The main process opens the folder. The other processes get a copy without the lock, and call only `write`.
+
+    Args:
+        output: Folder for the shards.
+        info: Header of the shards.
+        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
+        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
+            changes, the shard must be made again. If all hashes change, the folder holds another data set.
+        num_items, shard_size: Number of source items, in total and per shard.
+        dtype: Data type of the stored latents.
+
+    Attributes:
+        shards: All planned shards.
+        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_incomplete`.
+
+    Raises:
+        UserError: If the folder contains a different data set, or a shard that another program wrote.
+    """
+
+    def __init__(
+        self,
+        output: str,
+        info: ShardInfo,
+        settings: dict,
+        hash_items: Callable[[int, int], str],
+        num_items: int,
+        shard_size: int,
+        dtype: Dtype,
+    ):
+        self.output = Path(output)
+        self.info = info
+        self.settings: dict = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
+        self.shards: list[PlannedShard] = []
+        for number, start in enumerate(range(0, num_items, shard_size)):
+            stop = min(start + shard_size, num_items)
+            file = self.output / f"latents_{number:05d}.safetensors"
+            self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
+        self._planned = {(shard.file, shard.source_hash): shard for shard in self.shards}
+        self._check(self._read_provenance())  # before the lock, which writes a file
+        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
+        self._lock = lock_file(self.lock_path, "writing to", "output")
+        provenance = self._read_provenance()  # again, because another process may have written shards meanwhile
+        self._check(provenance)
+        self.left_out: dict[PlannedShard, set[str]] = {}
+        reasons = {}
+        for file, record in provenance.items():
+            if (shard := self._planned.get((file, record["source"]))) is None:
+                reasons[file] = "was made from other items than the source holds now"
+            elif not is_intact(file):
+                reasons[file] = "changed after it was written"
+            elif record["left_out"]:
+                self.left_out[shard] = {entry["name"] for entry in record["left_out"]}
+        self._rename_outdated(reasons)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_lock": None}  # the copy of another process
+
+    @property
+    def lock_path(self) -> Path:
+        return self.output / UNFINISHED
 
     def write(
         self,
@@ -88,62 +145,6 @@ class ShardWriter:
             "sums": channel_sums(stored["latents"], self.info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})
         write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, **stored))
-
-
-class ShardFolder:
-    """A folder that this process locks and fills with the planned shards. The constructor renames shards that are out of date.
-
-    Args:
-        output: Folder for the shards.
-        info: Header of the shards.
-        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
-        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
-            changes, the shard must be made again. If all hashes change, the folder holds another data set.
-        num_items, shard_size: Number of source items, in total and per shard.
-        dtype: Data type of the stored latents.
-
-    Attributes:
-        writer: Writes the shards, in any process.
-        shards: All planned shards.
-        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_incomplete`.
-
-    Raises:
-        UserError: If the folder contains a different data set, or a shard that another program wrote.
-    """
-
-    def __init__(
-        self,
-        output: str,
-        info: ShardInfo,
-        settings: dict,
-        hash_items: Callable[[int, int], str],
-        num_items: int,
-        shard_size: int,
-        dtype: Dtype,
-    ):
-        self.output = Path(output)
-        self.writer = ShardWriter(info, json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype})))
-        self.shards: list[PlannedShard] = []
-        for number, start in enumerate(range(0, num_items, shard_size)):
-            stop = min(start + shard_size, num_items)
-            file = self.output / f"latents_{number:05d}.safetensors"
-            self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
-        self._planned = {(shard.file, shard.source_hash): shard for shard in self.shards}
-        self._check(self._read_provenance())  # before the lock, which writes a file
-        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
-        self._lock = lock_file(self.output / UNFINISHED, "writing to", "output")
-        provenance = self._read_provenance()  # again, because another process may have written shards meanwhile
-        self._check(provenance)
-        self.left_out: dict[PlannedShard, set[str]] = {}
-        reasons = {}
-        for file, record in provenance.items():
-            if (shard := self._planned.get((file, record["source"]))) is None:
-                reasons[file] = "was made from other items than the source holds now"
-            elif not is_intact(file):
-                reasons[file] = "changed after it was written"
-            elif record["left_out"]:
-                self.left_out[shard] = {entry["name"] for entry in record["left_out"]}
-        self._rename_outdated(reasons)
 
     def missing_shards(self) -> list[PlannedShard]:
         return [shard for shard in self.shards if not shard.file.exists()]
@@ -186,7 +187,7 @@ class ShardFolder:
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
 
     def _changed_settings(self, record: dict) -> Iterator[str]:
-        settings = self.writer.settings
+        settings = self.settings
         for key in sorted(settings | record["settings"]):
             before, now = record["settings"].get(key), settings.get(key)
             # Without value_range, no image of a shard has more than 8 bits, except those that are left out.
@@ -239,11 +240,11 @@ class ShardFolder:
             "left_out": left_out,
             "notes": notes,
             **entries,
-            "settings": self.writer.settings,
+            "settings": self.settings,
             "shards": dataset.hashes,
         }
         write_atomically(self.output / MANIFEST, json.dumps(manifest, indent=1))
-        (self.output / UNFINISHED).unlink()
+        self.lock_path.unlink()
         self._lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
         log_notes(manifest)
