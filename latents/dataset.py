@@ -9,6 +9,7 @@ import functools
 import io
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,22 @@ log = logging.getLogger(__name__)
 def evenly_spaced_items(num_items: int, at_most: int) -> np.ndarray:
     """Return up to `at_most` evenly spaced item indices, int64 [n], which include the first and the last item."""
     return np.unique(np.linspace(0, num_items - 1, num=min(at_most, num_items)).astype(np.int64))
+
+
+def _open_shards(files: Sequence[Path]) -> tuple[ShardInfo, Sequence[dict[str, Tensor]], Sequence[dict[str, int]]]:
+    """Open shards. Return their common metadata, and each shard's memory-mapped tensors and their offsets in the file.
+
+    Raises UserError if a shard differs from the first shard in header, tensors or shape.
+    """
+    infos, shards, offsets = zip(*map(open_shard, files))
+    layouts = []  # what all shards must have in common
+    for info, shard in zip(infos, shards):
+        names = sorted(shard.keys() - {"image_hashes"})
+        layouts.append((info, names, shard["latents"].dtype, shard["latents"].shape[1:]))
+    for file, layout in zip(files, layouts):
+        if layout != layouts[0]:
+            raise UserError(f"{file} does not belong with {files[0]}: {layout}, not {layouts[0]}")
+    return infos[0], shards, offsets
 
 
 class LatentDataset:
@@ -73,37 +90,38 @@ class LatentDataset:
             raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
-        infos, shards, offsets = zip(*map(open_shard, self.files))
-        layouts = []  # what all shards must have in common
-        for info, shard in zip(infos, shards):
-            names = sorted(shard.keys() - {"image_hashes"})
-            layouts.append((info, names, shard["latents"].dtype, shard["latents"].shape[1:]))
-        for file, layout in zip(self.files, layouts):
-            if layout != layouts[0]:
-                raise UserError(f"{file} does not belong with {self.files[0]}: {layout}, not {layouts[0]}")
-        self.info: ShardInfo = infos[0]
+        self.info, shards, offsets = _open_shards(self.files)
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
         hashes = [shard["image_hashes"].numpy() for shard in shards if "image_hashes" in shard]
         self.image_hashes: np.ndarray | None = np.concatenate(hashes) if len(hashes) == len(shards) else None
-        no_latents = shards[0]["latents"][:0].numpy()
-        self._shape, self._dtype = no_latents.shape[1:], no_latents.dtype
-        self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
+        channels, self.height, self.width = shards[0]["latents"].shape[1:]
+        self.channels = channels // (1 + (self.info.kind == "moments"))
         self.has_flips = "latents_flip" in shards[0]
         self.has_jpegs = "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
+        self.class_names: list[str] | None = manifest and manifest.get("class_names")
+        self.encode_settings: dict = manifest["settings"] if manifest else {}
+        self._index_items(shards, offsets)
+        if check_folder:
+            self._check_manifest(manifest)
+
+    def _index_items(self, shards: Sequence[dict[str, Tensor]], offsets: Sequence[dict[str, int]]) -> None:
+        """Remember where the items are in the files. `offsets` are those of the tensors in each file."""
+        self._reader = FileReader(self.files)
+        self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
+        no_latents = shards[0]["latents"][:0].numpy()
+        self._shape, self._dtype = no_latents.shape[1:], no_latents.dtype
+        self._item_bytes = math.prod(self._shape) * self._dtype.itemsize
         stored = LATENT_TENSORS[: 1 + self.has_flips]
         self._offsets = [[starts[name] for starts in offsets] for name in stored]  # indices: [flip][shard]
         if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
-        self._first_item = np.cumsum([0] + [len(shard["labels"]) for shard in shards])
-        self._reader = FileReader(self.files)
-        channels, self.height, self.width = self._shape
-        self.channels = channels // (1 + (self.info.kind == "moments"))
-        self.class_names: list[str] | None = manifest and manifest.get("class_names")
-        self.encode_settings: dict = manifest["settings"] if manifest else {}
-        if check_folder and manifest and manifest["shards"] != self.hashes:
+
+    def _check_manifest(self, manifest: dict | None) -> None:
+        """Raise UserError if the shards are not those of the manifest. Log a warning if a folder has lost its manifest."""
+        if manifest and manifest["shards"] != self.hashes:
             raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
-        if check_folder and manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
+        if manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
             log.warning("%s has no %s: if it is a copy, copy it completely, or shards may be missing", self.path, MANIFEST)
 
     def __len__(self) -> int:
