@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 settings_dataclass = dataclass(frozen=True, config=ConfigDict(extra="forbid", defer_build=True))
 
 MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
+MAX_CLASSES = 10**6  # tables for more classes would not fit into memory
 
 
 def _colour(name: object) -> object:

@@ -26,7 +26,7 @@ from common.errors import UserError, as_user_error
 from common.files import hash_bytes, pop_format, read_json, regular_file, write_atomically
 from common.images import hash_pixels
 from common.randomness import SampleRandom
-from common.types import Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
+from common.types import MAX_CLASSES, Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardFolder` removes after all shards are written
@@ -34,7 +34,6 @@ LATENT_TENSORS = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
 Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
-MAX_CLASSES = 10**6  # tables for more classes would not fit into memory
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
 

@@ -35,9 +35,10 @@ from common.images import (
     read_rgb,
 )
 from common.progress import progress_bar
+from common.types import MAX_CLASSES
 from latents.batches import map_ahead
 from latents.dataset import evenly_spaced_items
-from latents.shards import MAX_CLASSES, Duplicates, Part
+from latents.shards import Duplicates, Part
 from latents.tars import TAR_NAME, check_parts, index_tars, split_names
 
 log = logging.getLogger(__name__)
