@@ -24,6 +24,7 @@ from common.errors import UserError, as_user_error
 from common.files import hash_file, regular_file, write_atomically
 from common.images import hash_pixels
 from common.progress import progress_bar
+from common.types import MAX_CLASSES
 from evaluations.features import Features, to_device
 from evaluations.images import ImageSet
 from evaluations.metrics import class_agreement, full_float32
@@ -128,10 +129,14 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
     num_images, height, width, _ = images.shape
     fits = height == width == 8 if is_digits else height == width <= 128
     accepted = "digits.safetensors needs 8x8, other names" if is_digits else "a detector needs"
-    num_classes = 0 if images.labels is None else int(images.labels.max(initial=-1)) + 1
+    has_labels = images.labels is not None and len(images.labels) > 0
+    lowest, highest = (int(images.labels.min()), int(images.labels.max())) if has_labels else (0, -1)
+    num_classes = highest + 1
+    invalid_labels = f"its labels run from {lowest} to {highest}; a detector needs labels from 0 to {MAX_CLASSES - 1:,}"
     problems = {
         f"it holds {num_images:,} images; a detector needs at least 1,000": num_images < 1000,
         f"its images have {width}x{height} pixels; {accepted} squares of at most 128": not fits,
+        invalid_labels: not 0 <= lowest <= num_classes <= MAX_CLASSES,
         f"it has {num_classes} classes; digits.safetensors needs at most 10": is_digits and num_classes > 10,
         "it holds no labels; make it from labelled shards or from an .npz with `labels`": images.labels is None,
     }

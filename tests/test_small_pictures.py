@@ -172,6 +172,14 @@ def test_a_detector_needs_a_new_file_with_the_name_of_a_set_and_1000_images(prep
         train_detector(open_images(tmp_path / "d.npz"), tmp_path / "digits.safetensors", torch.device("cpu"), 1)
 
 
+@pytest.mark.parametrize(("lowest", "highest"), [(-1, 9), (-2, -1), (0, 10**6), (3, 2**62)])
+def test_labels_that_number_no_classes_are_refused(tmp_path, lowest, highest):
+    labels = np.where(np.arange(1000) % 2, lowest, highest)
+    write_npz(tmp_path / "a.npz", np.zeros((1000, 8, 8, 3), np.uint8), (1000, 8, 8, 3), labels)
+    with pytest.raises(UserError, match=f"reference=.*a.npz: its labels run from {lowest} to {highest}; .* from 0 to 999,999$"):
+        prepare_latents.main(["detector", f"reference={tmp_path / 'a.npz'}", f"output={tmp_path / 'a.safetensors'}"])
+
+
 def test_a_row_is_trained_and_evaluated_and_appears_in_the_report(fashion, prepared, train):
     files = [f"data.path={prepared / 'latents'}", f"evaluation.detector_weights={prepared / 'fashion.safetensors'}"]
     files += [
