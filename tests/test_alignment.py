@@ -18,7 +18,7 @@ from common.errors import UserError
 from extras import alignment
 from extras.alignment import Alignment, ObservedNetwork, Projector, alignment_loss
 from latents.dataset import LatentDataset
-from latents.prepare.labelled_images import to_jpeg
+from latents.prepare.image_reader import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
 from routing_module import Route
 from training.trainer import Trainer

@@ -38,7 +38,8 @@ from latents.prepare.encode_plan import (
     load_autoencoder,
     plan_shards,
 )
-from latents.prepare.labelled_images import LabelledImages, hash_images, to_jpeg
+from latents.prepare.image_reader import hash_images, to_jpeg
+from latents.prepare.labelled_images import LabelledImages
 from latents.shards import LATENT_TENSORS, draw_latents, pack_images
 from runtime.machine import cores_per_process, start_accelerator
 from runtime.processes import check_new_file, check_same, gather_lists, on_main

@@ -17,13 +17,8 @@ from common.types import Colour, NonNegativeInt, PositiveFloat, PositiveInt, Ran
 from latents import autoencoders
 from latents.autoencoders import SD_VAE, Autoencoder
 from latents.batches import map_ahead
-from latents.prepare.labelled_images import (
-    ImageReader,
-    LabelledImages,
-    count_classes,
-    describe_classes,
-    open_labelled_images,
-)
+from latents.prepare.image_reader import ImageReader
+from latents.prepare.labelled_images import LabelledImages, count_classes, describe_classes, open_labelled_images
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder
 from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics

@@ -19,7 +19,8 @@ from common.files import hash_bytes, regular_file
 from common.images import read_rgb
 from latents.autoencoders import SD_SCALE
 from latents.dataset import evenly_spaced_items
-from latents.prepare.labelled_images import read_dataset_json, to_jpeg
+from latents.prepare.image_reader import to_jpeg
+from latents.prepare.labelled_images import read_dataset_json
 from latents.shards import LATENT_TENSORS, shard_files
 from latents.tars import index_tars
 from latents.torch_files import read_channel_statistics

@@ -24,7 +24,8 @@ from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.batches import map_ahead
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.dataset import LatentDataset, evenly_spaced_items
-from latents.prepare.labelled_images import ImageReader, ReadImage, hash_images, open_labelled_images
+from latents.prepare.image_reader import ImageReader, ReadImage, hash_images
+from latents.prepare.labelled_images import open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
 from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance, read_manifest
 from runtime.machine import start_accelerator

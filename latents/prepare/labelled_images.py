@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import io
 import logging
@@ -12,31 +11,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, TypeVar
+from typing import Annotated, BinaryIO, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
 from pydantic import BaseModel, Field, ValidationError
 
-from common.errors import UserError, as_user_error
+from common.errors import UserError
 from common.files import regular_file
 from common.images import (
     SUFFIXES,
     Listing,
-    adm_center_crop,
     class_caption,
-    hash_pixels,
     is_broken_link,
     is_hidden,
     list_images,
-    read_rgb,
 )
-from common.progress import progress_bar
 from common.types import MAX_CLASSES
-from latents.batches import map_ahead
 from latents.dataset import evenly_spaced_items
 from latents.shards import Duplicates, Part
 from latents.tars import TAR_NAME, check_parts, index_tars, split_names
@@ -44,66 +36,6 @@ from latents.tars import TAR_NAME, check_parts, index_tars, split_names
 log = logging.getLogger(__name__)
 
 VALIDATION_STRIDE = 20  # part=validation selects about one of 20 images for evaluation.validation
-
-
-def to_jpeg(pixels: np.ndarray) -> bytes:
-    """Compress uint8 pixels [H, W, 3] to a JPEG file with quality 95 and no chroma subsampling."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
-    return file.getvalue()
-
-
-class ReadImage(NamedTuple):
-    """An image that `ImageReader` has read and cropped."""
-
-    pixels: np.ndarray  # cropped, uint8 [R, R, 3]
-    image_hash: int  # of the whole image, so that it does not depend on the resolution
-    notes: list[str]  # of `read_rgb`, and `enlarged` if the image has fewer pixels than `resolution`
-
-
-@dataclass(frozen=True)
-class ImageReader:
-    """Settings with which `encode` reads and crops an image. `EncodeConfig` documents them."""
-
-    resolution: int
-    background: str = "white"
-    pad: int = 0
-    grey: bool = False
-    value_range: Sequence[float] | None = None
-
-    def __call__(self, images: LabelledImages, index: int) -> ReadImage:
-        """Read and crop an image. Raises UserError, which names the image, if it cannot be read."""
-        with as_user_error(images.names[index]):
-            image, notes = self._decode(images, index)
-            image_hash = hash_pixels(image)
-            image = ImageOps.expand(image, self.pad)
-            notes += ["enlarged"] if min(image.size) < self.resolution else []
-            pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
-            return ReadImage(pixels, image_hash, notes)
-
-    def error_of(self, images: LabelledImages, index: int) -> str | None:
-        """Return why an image cannot be read, or None if it can be read."""
-        try:
-            self(images, index)
-        except UserError as e:
-            return str(e)
-
-    def hash(self, images: LabelledImages, index: int) -> int | None:
-        """Return the hash of an image, or None if it cannot be read."""
-        try:
-            with as_user_error(images.names[index]):
-                return hash_pixels(self._decode(images, index)[0])
-        except UserError:
-            return None
-
-    def _decode(self, images: LabelledImages, index: int) -> tuple[Image.Image, list[str]]:
-        return read_rgb(images.open(index), self.background, value_range=self.value_range)
-
-
-def hash_images(images: LabelledImages, reader: ImageReader, indices: Sequence[int], num_threads: int) -> list[int | None]:
-    """Read some of the images and return their hashes, or None for those that cannot be read."""
-    hashes = map_ahead(functools.partial(reader.hash, images), indices, num_threads)
-    return list(progress_bar(hashes, total=len(indices), unit="images", desc="comparing images"))
 
 
 def count_classes(labels: np.ndarray, num_classes: int | None, class_names: list[str] | None = None) -> int:

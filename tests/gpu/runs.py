@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from extras.benchmarks.steps import compose_config
-from latents.prepare.labelled_images import to_jpeg
+from latents.prepare.image_reader import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
 from runtime import compilation, machine
 from training import build

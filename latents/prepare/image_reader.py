@@ -1,0 +1,78 @@
+"""Read and crop the images that `latents.prepare.labelled_images` has found."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from common.errors import UserError, as_user_error
+from common.images import adm_center_crop, hash_pixels, read_rgb
+from common.progress import progress_bar
+from latents.batches import map_ahead
+from latents.prepare.labelled_images import LabelledImages
+
+
+def to_jpeg(pixels: np.ndarray) -> bytes:
+    """Compress uint8 pixels [H, W, 3] to a JPEG file with quality 95 and no chroma subsampling."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
+    return file.getvalue()
+
+
+class ReadImage(NamedTuple):
+    """An image that `ImageReader` has read and cropped."""
+
+    pixels: np.ndarray  # cropped, uint8 [R, R, 3]
+    image_hash: int  # of the whole image, so that it does not depend on the resolution
+    notes: list[str]  # of `read_rgb`, and `enlarged` if the image has fewer pixels than `resolution`
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Settings with which `encode` reads and crops an image. `EncodeConfig` documents them."""
+
+    resolution: int
+    background: str = "white"
+    pad: int = 0
+    grey: bool = False
+    value_range: Sequence[float] | None = None
+
+    def __call__(self, images: LabelledImages, index: int) -> ReadImage:
+        """Read and crop an image. Raises UserError, which names the image, if it cannot be read."""
+        with as_user_error(images.names[index]):
+            image, notes = self._decode(images, index)
+            image_hash = hash_pixels(image)
+            image = ImageOps.expand(image, self.pad)
+            notes += ["enlarged"] if min(image.size) < self.resolution else []
+            pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
+            return ReadImage(pixels, image_hash, notes)
+
+    def error_of(self, images: LabelledImages, index: int) -> str | None:
+        """Return why an image cannot be read, or None if it can be read."""
+        try:
+            self(images, index)
+        except UserError as e:
+            return str(e)
+
+    def hash(self, images: LabelledImages, index: int) -> int | None:
+        """Return the hash of an image, or None if it cannot be read."""
+        try:
+            with as_user_error(images.names[index]):
+                return hash_pixels(self._decode(images, index)[0])
+        except UserError:
+            return None
+
+    def _decode(self, images: LabelledImages, index: int) -> tuple[Image.Image, list[str]]:
+        return read_rgb(images.open(index), self.background, value_range=self.value_range)
+
+
+def hash_images(images: LabelledImages, reader: ImageReader, indices: Sequence[int], num_threads: int) -> list[int | None]:
+    """Read some of the images and return their hashes, or None for those that cannot be read."""
+    hashes = map_ahead(functools.partial(reader.hash, images), indices, num_threads)
+    return list(progress_bar(hashes, total=len(indices), unit="images", desc="comparing images"))
