@@ -194,29 +194,41 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
         raise UserError(f"images={path} does not exist")
     if path.suffix.lower() == ".zip":
         raise UserError(f"images={path} is a .zip; unpack it, and give the folder")
-    names, unread, others, problems = list_images(path) if path.is_dir() else Listing([], [], Counter(), {})
-    if names and any(TAR_NAME.search(f.name) for f in path.iterdir()):
-        raise UserError(f"images={path} holds tars and images ({names[0]}, ...); put them into separate folders")
-    if not names:
-        if label_by == "auto":
-            check_parts(path, "or set labels=first_level to use all")
-        images = TarImages(path, label_by != "none")
-    elif label_by != "none" and os.path.lexists(path / "dataset.json"):
-        images = _label_by_json(path, names)
-    elif label_by in ("none", "paths_only"):
-        images = LabelledImages(path, names, [0] * len(names))
-    else:
-        images = _label_by_folder(path, names, label_by == "first_level", problems)
+    listed = list_images(path) if path.is_dir() else Listing([], [], Counter(), {})
+    if listed.images and any(TAR_NAME.search(f.name) for f in path.iterdir()):
+        raise UserError(f"images={path} holds tars and images ({listed.images[0]}, ...); put them into separate folders")
+    images = _label(path, listed.images, label_by, listed.problems) if listed.images else _open_tars(path, label_by)
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
-    if unread:
-        counts = _count(Path(name).suffix.lower() for name in unread)
-        reads = ", ".join(SUFFIXES)
-        log.warning("%s: %d images are not read, %s first (%s); encode reads %s", path, len(unread), unread[0], counts, reads)
-    if names and others:
-        log.info("%s: %d files that are not images are left out (%s)", path, others.total(), _count(others.elements()))
-    images.unread, images.problems = unread, problems
+    _log_left_out(path, listed)
+    images.unread, images.problems = listed.unread, listed.problems
     return images
+
+
+def _label(path: Path, names: list[str], label_by: str, problems: dict[str, str]) -> LabelledImages:
+    """Label the images of a folder. `_label_by_folder` adds to `problems`."""
+    has_json = os.path.lexists(path / "dataset.json")
+    if label_by in ("auto", "first_level") and not has_json:
+        return _label_by_folder(path, names, label_by == "first_level", problems)
+    if label_by != "none" and has_json:
+        return _label_by_json(path, names)
+    return LabelledImages(path, names, [0] * len(names))
+
+
+def _open_tars(path: Path, label_by: str) -> LabelledImages:
+    if label_by == "auto":
+        check_parts(path, "or set labels=first_level to use all")
+    return TarImages(path, label_by != "none")
+
+
+def _log_left_out(path: Path, listed: Listing) -> None:
+    if listed.unread:
+        message = "%s: %d images are not read, %s first (%s); encode reads %s"
+        counts = _count(Path(name).suffix.lower() for name in listed.unread)
+        log.warning(message, path, len(listed.unread), listed.unread[0], counts, ", ".join(SUFFIXES))
+    if listed.images and listed.others:
+        counts = _count(listed.others.elements())
+        log.info("%s: %d files that are not images are left out (%s)", path, listed.others.total(), counts)
 
 
 def _count(values: Iterable[str]) -> str:
