@@ -18,8 +18,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import explain, parse_config, quote_letters
+from cli.compose import explain, parse_config
 from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
+from cli.hydra_setup import quote_letters
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
