@@ -12,7 +12,8 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from checkpoints import store
-from cli.compose import CONFIGS, compose_overrides, parse_config, row_names
+from cli.compose import compose_overrides, parse_config
+from cli.hydra_setup import CONFIGS, row_names
 from common.roles import roles_of
 from configs.schema import TrainConfig
 from configs.settings import flatten
