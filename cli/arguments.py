@@ -12,7 +12,8 @@ from typing import get_type_hints
 from omegaconf import OmegaConf
 from pydantic import create_model
 
-from cli.compose import name_errors_of_omegaconf, parse_argument
+from cli.compose import parse_argument
+from cli.explain import name_errors_of_omegaconf
 from common.errors import UserError
 from common.files import REPOSITORY
 from configs.settings import Settings, validate

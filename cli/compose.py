@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from cli.hydra_setup import CONFIGS, compose_files, quote_letters, row_names
+from cli.explain import NO_ROW, explain, name_errors_of_omegaconf
+from cli.hydra_setup import compose_files, quote_letters
 from common.errors import UserError
 from configs.schema import TrainConfig
-from configs.settings import GROUPS, S, flatten, has_interpolation, nearest, validate
-
-NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
-
-
-def parse_argument(argument: str) -> Override:
-    """Parse `key=value` by Hydra's grammar."""
-    try:
-        return OverridesParser.create().parse_override(quote_letters(argument))
-    except HydraException as e:
-        error = e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e))
-        raise UserError(explain(error)) from e
+from configs.settings import S, flatten, has_interpolation, validate
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
@@ -67,86 +54,10 @@ def expand_groups(overrides: Iterable[str]) -> Iterator[str]:
             yield override
 
 
-@contextlib.contextmanager
-def name_errors_of_omegaconf() -> Iterator[None]:
-    """Convert an error of an interpolation in the `with` block to a UserError that names the key."""
+def parse_argument(argument: str) -> Override:
+    """Parse `key=value` by Hydra's grammar."""
     try:
-        yield
-    except OmegaConfBaseException as e:
-        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
-
-
-def explain(error: Exception, arguments: Iterable[str] = (), config_name: str = "config") -> str:
-    """Return Hydra's error on one line, in other words if it is one of the usual mistakes."""
-    text = one_line(error)
-    if isinstance(error, OverrideParseException):
-        return explain_unreadable(error.override, text)
-    if (key := unknown_key(error)) and not key.startswith("hydra."):
-        return explain_unknown_key(key, arguments, config_name)
-    if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in arguments):
-        return "experiment is set already, by default to null: write experiment=... without +"
-    if "In 'experiment/bases/" in text:  # its parts have other paths in a row
-        return NO_ROW
-    if isinstance(error, MissingConfigException) and "Could not find 'experiment/" in text:
-        row = error.missing_cfg_file.removeprefix("experiment/")
-        return f"experiment={row} is not in configs/experiment/ or --config-dir{nearest(row, row_names())}"
-    return text
-
-
-def one_line(error: Exception) -> str:
-    """Return the messages of an error and of its cause on one line, without the folders in which Hydra searched."""
-    return " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
-
-
-def explain_unreadable(argument: str, reason: str) -> str:
-    """Return the message for an argument that Hydra's grammar refuses, such as name=a=b. It shows how to quote the value."""
-    key, equals, value = argument.partition("=")
-    if not equals:
-        return f"{argument!r} is not of the form key=value"
-    quoted = value.strip("'").replace('"', r"\"")
-    hint = f"""'{key}=["a b","c=d"]'""" if value.startswith(("[", "{")) else f"""'{key}="{quoted}"'"""
-    return f"{argument} is not readable: quote text with special characters twice, as in {hint} ({reason})"
-
-
-def unknown_key(error: Exception) -> str | None:
-    """Return the key of an argument that is not in the configuration, or None if the error has another reason.
-
-    Hydra says "Could not override 'eval.every'". OmegaConf's error, the cause, has the first part that is unknown, `eval`. If the
-    argument is guidance={w:2}, Hydra names only `guidance`, and OmegaConf has `guidance.w`.
-    """
-    named = re.match("Could not override '(.+)'", str(error))
-    if named is None or not isinstance(error.__cause__, (ConfigAttributeError, ConfigKeyError)):
-        return None
-    return max(named[1], error.__cause__.full_key, key=len)
-
-
-def explain_unknown_key(unknown: str, arguments: Iterable[str], config_name: str) -> str:
-    """Return the message for a key that is not in the configuration, with keys that the user may mean."""
-    group, _, key = unknown.partition(".")
-    methods = [name for name, keys in guidance_keys().items() if group == "guidance" and key in keys]
-    if methods:
-        return f"{unknown} is a key of guidance={' or '.join(methods)}; choose one of them in the command, too"
-    known = known_keys(arguments, config_name)
-    groups = [known_key.partition(".")[0] for known_key in known]
-    return f"{unknown} is not a key{nearest(unknown, [*known, *groups])}"
-
-
-def guidance_keys() -> dict[str, list[str]]:
-    """Return the keys of each method of guidance, such as {"cfg": ["name", "cfg_scale", ...], ...}."""
-    return {file.stem: [*OmegaConf.load(file)] for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
-
-
-def known_keys(arguments: Iterable[str], config_name: str) -> list[str]:
-    """Return the dotted keys of a command with the groups that its arguments choose, and all keys of guidance and sampler.
-
-    The keys of these two groups depend on the method, and on the run's diffusion in sample.py and fid.py.
-    """
-    choice = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
-    choices = [match[0] for argument in arguments if (match := choice.match(argument))]  # model=dit of model=dit,tread
-    try:
-        keys = [*flatten(OmegaConf.to_container(compose_overrides(choices, config_name)))]
-    except UserError:  # a choice that only --config-dir knows
-        keys = []
-    diffusions = [OmegaConf.load(file) for file in sorted((CONFIGS / "diffusion").glob("*.yaml"))]
-    keys += [f"guidance.{key}" for method_keys in guidance_keys().values() for key in method_keys]
-    return keys + [f"sampler.{key}" for diffusion in diffusions for key in diffusion.sampler]
+        return OverridesParser.create().parse_override(quote_letters(argument))
+    except HydraException as e:
+        error = e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e))
+        raise UserError(explain(error)) from e

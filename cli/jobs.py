@@ -7,18 +7,16 @@ import math
 import multiprocessing
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, env_override
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from cli.compose import explain, parse_config
+from cli.compose import parse_config
+from cli.explain import explain_error
 from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from cli.hydra_setup import quote_letters
 from common.errors import Diverged, UserError, first_line
@@ -30,8 +28,6 @@ from configs.settings import S
 log = logging.getLogger(__name__)
 
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
-# Packages whose errors concern the command line or a launcher's job, and have clear messages.
-LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
 # Errors of the jobs in this process. `run_job` keeps them here, and `run_hydra` raises the first one after Hydra has returned. If
 # the job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
@@ -64,22 +60,6 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
             raise job_errors[0]
 
     guard(run, partial(explain_error, config_name=config_name))
-
-
-def explain_error(error: Exception, config_name: str = "config") -> str | None:
-    """Return the message for the user that explains a user error, or None for any other error."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in LAUNCHING:
-        return explain(error, sys.argv[1:], config_name)
-    return None
-
-
-def raising_package(error: Exception) -> str:
-    """Return the package whose code raised an error. It is never OmegaConf, which works for Hydra or for our code."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = [module.partition(".")[0] for module in modules]
-    return next((package for package in reversed(packages) if package != "omegaconf"), "")
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:

@@ -19,8 +19,9 @@ import prepare_latents
 import train as train_script
 from cli import jobs
 from cli.arguments import run_command
-from cli.compose import CONFIGS, parse_argument
+from cli.compose import parse_argument
 from cli.guard import FULL_ERRORS, guard
+from cli.hydra_setup import CONFIGS
 from cli.jobs import run_hydra, run_job
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text

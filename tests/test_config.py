@@ -8,7 +8,7 @@ from conftest import REPOSITORY, checked, make_shard
 from pydantic import create_model
 
 from checkpoints.checkpoint import Checkpoint
-from cli.compose import CONFIGS
+from cli.hydra_setup import CONFIGS
 from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema

@@ -7,7 +7,8 @@ import torch
 from conftest import checked, run_python
 from omegaconf import OmegaConf
 
-from cli.compose import compose_overrides, row_names
+from cli.compose import compose_overrides
+from cli.hydra_setup import row_names
 from common.errors import UserError
 from extras.report.experiments import served_rows
 from sampling.recipe import check_guidance

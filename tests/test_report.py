@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from checkpoints.checkpoint import read_config
-from cli.compose import compose_overrides, row_names
+from cli.compose import compose_overrides
+from cli.hydra_setup import row_names
 from common.errors import UserError
 from evaluations.result_settings import sampler_for_results
 from extras.report.__main__ import main
