@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from cli.compose import parse_config
 from cli.explain import explain_error
 from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from cli.hydra_setup import quote_letters
+from cli.launchers import check_launcher, is_connected, joblib_worker, searcher_of
 from common.errors import Diverged, UserError, first_line
 from common.files import REPOSITORY
 from common.progress import log_to_stderr
@@ -27,7 +27,6 @@ from configs.settings import S
 
 log = logging.getLogger(__name__)
 
-SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 
 # Errors of the jobs in this process. `run_job` keeps them here, and `run_hydra` raises the first one after Hydra has returned. If
 # the job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
@@ -94,25 +93,6 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     return fail_in_sweep(hydra_cfg, failure, has_diverged)
 
 
-def check_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
-    """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
-    launcher = hydra_cfg.runtime.choices["hydra/launcher"]
-    if launcher != "basic" and not is_sweep:
-        raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
-    if is_connected() and launcher != "basic":
-        raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
-
-
-def is_connected() -> bool:
-    """Return whether a launcher started this process together with others."""
-    return os.environ.get("WORLD_SIZE", "1") != "1"
-
-
-def searcher_of(hydra_cfg: DictConfig) -> str | None:
-    """Return the sweeper of a sweep if it searches for the lowest metric."""
-    return next((name for name in SEARCHERS if f".hydra_{name}" in hydra_cfg.sweeper._target_), None)
-
-
 def log_failure(error: Exception, arguments: Sequence[str]) -> str:
     """Log the error of a job of a sweep, and return the message."""
     text = explain_error(error)
@@ -147,10 +127,3 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> fl
 def job_overrides() -> list[str]:
     """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them."""
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-
-
-def joblib_worker() -> int | None:
-    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
-    name, _, number = multiprocessing.current_process().name.partition("-")
-    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
-    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import logging
@@ -18,7 +17,8 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
 
-from cli.jobs import job_overrides, joblib_worker
+from cli.jobs import job_overrides
+from cli.launchers import prepare_job
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
@@ -100,31 +100,6 @@ def connecting(timeout: timedelta) -> Iterator[None]:
         if torch.distributed.is_initialized():  # the processes are connected, so it is another error of accelerate
             raise
         raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
-
-
-def prepare_job() -> None:
-    """Set the environment of a job that a launcher of Hydra started: torch's variables for submitit, one GPU for joblib."""
-    if "SUBMITIT_EXECUTOR" in os.environ and "RANK" not in os.environ:
-        import submitit  # an optional package, which must be there in its own job
-
-        if submitit.JobEnvironment().num_tasks > 1:
-            # accelerate chooses the GPU by LOCAL_RANK, so every process must see all GPUs of its node.
-            submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    elif (worker := joblib_worker()) is not None:
-        choose_gpu(worker)
-
-
-@functools.cache  # for all jobs of the worker
-def choose_gpu(worker: int) -> None:
-    """Let this process, a worker of a joblib sweep, use only one GPU. Workers with consecutive numbers use different GPUs."""
-    num_gpus = torch.cuda.device_count()  # does not initialise CUDA, which would ignore later changes of the environment
-    if num_gpus == 0 or parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))).split(",")[:num_gpus]
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu = gpus[worker % num_gpus]
-    # joblib replaces a worker that ended by one with a higher number.
-    shared = f", maybe with another worker, for example if hydra.launcher.n_jobs is above {num_gpus}" if worker > num_gpus else ""
-    log.info("this worker uses GPU %s%s", gpu, shared)
 
 
 def check_gpus() -> None:

@@ -11,11 +11,13 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 from conftest import TINY, checked, evaluated, forget_accelerate, metrics, wait_for
 from forked import Command, at_operation, fork_children, launch, run, send
 
 import train as script
 from checkpoints import store
+from cli import launchers
 from common.files import REPOSITORY
 from runtime import machine
 from training.saving import CheckpointHook
@@ -175,12 +177,12 @@ def gpus_of_workers(monkeypatch, numbers, visible):
             if visible is None:
                 worker.delenv("CUDA_VISIBLE_DEVICES")
             worker.setattr(multiprocessing.current_process(), "name", f"LokyProcess-{number}")
-            machine.choose_gpu.cache_clear()  # as in the next process
+            launchers.choose_gpu.cache_clear()  # as in the next process
             for _ in range(3):  # all jobs of a worker use one GPU
-                machine.prepare_job()
-                worker.setattr(machine.torch.cuda, "device_count", lambda: 1)  # as torch then sees
+                launchers.prepare_job()
+                worker.setattr(torch.cuda, "device_count", lambda: 1)  # as torch then sees
             chosen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    machine.choose_gpu.cache_clear()
+    launchers.choose_gpu.cache_clear()
     return chosen
 
 
@@ -188,7 +190,7 @@ def test_each_worker_of_a_joblib_sweep_uses_one_gpu_and_says_if_others_may_share
     caplog.set_level("INFO")
     for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert sorted(gpus_of_workers(monkeypatch, [1, 2, 3], None)) == ["0", "1", "2"]
     assert sorted(gpus_of_workers(monkeypatch, [1, 2, 3], "7,GPU-8,5")) == ["5", "7", "GPU-8"]
     assert caplog.text.count("this worker uses GPU ") == 6 and "another" not in caplog.text
@@ -197,17 +199,17 @@ def test_each_worker_of_a_joblib_sweep_uses_one_gpu_and_says_if_others_may_share
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         assert gpus_of_workers(monkeypatch, [1, 2], "7,8,5") == ["7,8,5"] * 2
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert gpus_of_workers(monkeypatch, [1, 2], None) == [None, None] and gpus_of_workers(monkeypatch, [1], "") == [""]
-    machine.prepare_job()  # another process
+    launchers.prepare_job()  # another process
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_joblib_numbers_its_workers_from_1(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "name", "LokyProcess-26:2")  # in a process of multiprocessing
-    assert machine.joblib_worker() == 2
+    assert launchers.joblib_worker() == 2
     # In a process of its own, because processes of other tests would count.
-    code = "import joblib, runtime.machine as m; f = joblib.delayed(m.joblib_worker); "
+    code = "import joblib, cli.launchers as m; f = joblib.delayed(m.joblib_worker); "
     code += "print({*joblib.Parallel(n_jobs=2)(f() for _ in range(4))} <= {1, 2}, m.joblib_worker())"
     found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=True)
     assert found.stdout == "True None\n"
