@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,19 +12,16 @@ from hydra.core.utils import JobRuntime, env_override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from cli import launchers
 from cli.compose import parse_config
 from cli.explain import explain_error
 from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
 from cli.hydra_setup import quote_letters
-from cli.launchers import check_launcher, is_connected, joblib_worker, searcher_of
 from common.errors import Diverged, UserError, first_line
-from common.files import REPOSITORY
 from common.progress import log_to_stderr
-from configs.schema import TrainConfig
 from configs.settings import S
 
 log = logging.getLogger(__name__)
-
 
 # Errors of the jobs in this process. `run_job` keeps them here, and `run_hydra` raises the first one after Hydra has returned. If
 # the job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
@@ -41,15 +36,13 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
         config_name: The name of its file in configs/.
     """
     sys.argv[1:] = [word if word.startswith("-") else quote_letters(word) for word in sys.argv[1:]]  # not --config-dir=...
-    # The jobs of submitit find our modules in this path, from any folder.
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # With HYDRA_FULL_ERROR=1, Hydra raises its errors. Otherwise it prints them and exits. The jobs need the value that the user
     # set, for their logs. Every launcher copies JobRuntime to its processes.
     JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
     job_errors.clear()  # from an earlier command in this process
 
     def run() -> None:
-        with env_override({FULL_ERRORS: "1", "PYTHONPATH": path}):
+        with env_override({FULL_ERRORS: "1", "PYTHONPATH": launchers.python_path()}):
             try:
                 command()
             except SystemExit as stop:  # after a signal
@@ -71,18 +64,16 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     arguments = job_overrides()
     is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
-        check_launcher(hydra_cfg, is_sweep)
+        launchers.check_launcher(hydra_cfg, is_sweep)
         settings = parse_config(cfg, settings_class, arguments, are_as_written=not is_sweep)
-        if is_sweep and searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
-            remedy = "set evaluation.every and evaluation.reference"
-            raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
+        if is_sweep:
+            launchers.check_search(hydra_cfg, settings)
         metric = main(settings)
-        if "SUBMITIT_EXECUTOR" in os.environ:
+        if launchers.submitit_executor():  # its process ends without `guard`
             leave_processes()
         return metric
     except SystemExit as stop:  # after a signal
-        # The sweep's process would get this exit code, and no failure of another worker.
-        sys.exit(stop.code if joblib_worker() is None else stop.code or 1)
+        sys.exit(launchers.exit_code_of_job(stop.code))
     except Exception as error:  # noqa: BLE001 (run_hydra raises it again)
         if not is_sweep:
             job_errors.append(error)
@@ -105,21 +96,16 @@ def log_failure(error: Exception, arguments: Sequence[str]) -> str:
 def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float | None:
     """End a failed job of a sweep, which goes on with the next job and fails at its end.
 
-    If the run diverged in a search by Optuna or Nevergrad, return the worst metric, so that the search avoids its settings. With
-    several connected processes, the first error ends the sweep, because the others may still be executing the failed run.
+    If the run diverged in a search by Optuna or Nevergrad, return the worst metric. With several connected processes, the first
+    error ends the sweep, because the others may still be executing the failed run.
     """
-    choices = hydra_cfg.runtime.choices
-    if has_diverged and searcher_of(hydra_cfg) in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
-        return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
-    if is_connected() and choices["hydra/launcher"] == "basic":
+    if has_diverged and (metric := launchers.worst_metric(hydra_cfg)) is not None:
+        return metric
+    if launchers.is_connected() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
-    if "SUBMITIT_EXECUTOR" in os.environ:
-        import submitit  # an optional package, which must be there in its own job
-
-        failure += f" (logs: {submitit.JobEnvironment().paths.folder})"
-    error = UserError(failure)
+    error = UserError(f"{failure}{launchers.logs_of_job()}")
     job_errors.append(error)
-    if choices["hydra/launcher"] != "basic" or choices["hydra/sweeper"] != "basic":
+    if not launchers.is_plain_sweep(hydra_cfg):
         raise error  # the process of the sweep, or its search, gets the error from Hydra
     return None
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import multiprocessing
 import os
 
 from omegaconf import DictConfig
 
 from common.errors import UserError
+from common.files import REPOSITORY
+from configs.schema import TrainConfig
+from configs.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +34,53 @@ def is_connected() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def is_plain_sweep(hydra_cfg: DictConfig) -> bool:
+    """Return whether this process runs the jobs of a sweep itself, one after another, and none is chosen by a search."""
+    choices = hydra_cfg.runtime.choices
+    return choices["hydra/launcher"] == "basic" and choices["hydra/sweeper"] == "basic"
+
+
 def searcher_of(hydra_cfg: DictConfig) -> str | None:
     """Return the sweeper of a sweep if it searches for the lowest metric."""
     return next((name for name in SEARCHERS if f".hydra_{name}" in hydra_cfg.sweeper._target_), None)
 
 
+def check_search(hydra_cfg: DictConfig, settings: Settings) -> None:
+    """Raise UserError if a search would get no metric from its training runs."""
+    if searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+        remedy = "set evaluation.every and evaluation.reference"
+        raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
+
+
+def worst_metric(hydra_cfg: DictConfig) -> float | None:
+    """Return the metric of a run that diverged, with which a search avoids its settings, or None if it is an error."""
+    if searcher_of(hydra_cfg) not in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+        return None
+    return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this repository, in which the jobs of submitit find our modules from any folder."""
+    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+
+
+def submitit_executor() -> str | None:
+    """Return how submitit started this process, such as `slurm` or `local`, or None in any other process."""
+    return os.environ.get("SUBMITIT_EXECUTOR")
+
+
+def logs_of_job() -> str:
+    """Return the folder of the logs of a submitit job, as the end of an error message, or no text in any other process."""
+    if not submitit_executor():
+        return ""
+    import submitit  # an optional package, which must be there in its own job
+
+    return f" (logs: {submitit.JobEnvironment().paths.folder})"
+
+
 def prepare_job() -> None:
     """Set the environment of a job that a launcher of Hydra started: torch's variables for submitit, one GPU for joblib."""
-    if "SUBMITIT_EXECUTOR" in os.environ and "RANK" not in os.environ:
+    if submitit_executor() and "RANK" not in os.environ:
         import submitit  # an optional package, which must be there in its own job
 
         if submitit.JobEnvironment().num_tasks > 1:
@@ -45,6 +88,13 @@ def prepare_job() -> None:
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     elif (worker := joblib_worker()) is not None:
         choose_gpu(worker)
+
+
+def joblib_worker() -> int | None:
+    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
+    name, _, number = multiprocessing.current_process().name.partition("-")
+    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
+    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
 
 
 @functools.cache  # for all jobs of the worker
@@ -63,8 +113,9 @@ def choose_gpu(worker: int) -> None:
     log.info("this worker uses GPU %s%s", gpu, shared)
 
 
-def joblib_worker() -> int | None:
-    """Return the number of this process among the workers of a joblib sweep, from 1, or None in any other process."""
-    name, _, number = multiprocessing.current_process().name.partition("-")
-    # A process that multiprocessing has started, such as LokyProcess-3, names its own workers LokyProcess-3:1.
-    return int(number.rpartition(":")[2]) if name == "LokyProcess" else None
+def exit_code_of_job(code: str | int | None) -> str | int | None:
+    """Return the exit code of a job that a signal stopped. In a worker of joblib, it is not 0.
+
+    The sweep's process gets the worker's code, but no failure of another worker.
+    """
+    return code if joblib_worker() is None else code or 1

@@ -18,7 +18,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
 from hydra.core.hydra_config import HydraConfig
 
 from cli.jobs import job_overrides
-from cli.launchers import prepare_job
+from cli.launchers import prepare_job, submitit_executor
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
@@ -104,7 +104,7 @@ def connecting(timeout: timedelta) -> Iterator[None]:
 
 def check_gpus() -> None:
     """Raise UserError if torch cannot use this machine's NVIDIA GPU, because accelerate would silently use the CPU."""
-    hides = os.environ.get("SUBMITIT_EXECUTOR") == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    hides = submitit_executor() == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if hides and torch.version.cuda and NVIDIA_DEVICE.exists() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         remedy = "set hydra.launcher.gpus_per_node, or ACCELERATE_USE_CPU=true to use the CPU"
         raise UserError(f"hydra/launcher=submitit_local hides all GPUs by default; {remedy}")
@@ -186,6 +186,6 @@ def cores_per_process() -> int:
     num_cores = visible_cores()
     cpus_per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
     # Slurm may have bound the process to its own cores.
-    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and cpus_per_task.isdecimal():
+    if submitit_executor() == "slurm" and cpus_per_task.isdecimal():
         return max(1, min(num_cores, int(cpus_per_task)))
     return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
