@@ -21,7 +21,7 @@ demo: env
 test: env
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --ignore tests/gpu tests
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python -m pytest -q tests/gpu; \
-	else $(BIN)/python -c 'from runtime.machine import check_gpus; check_gpus()' && echo "no GPU: tests/gpu did not run"; fi
+	else $(BIN)/python -c 'from runtime.launch_checks import check_gpus; check_gpus()' && echo "no GPU: tests/gpu did not run"; fi
 
 # Run the benchmarks and tests/gpu (at most 40 minutes), and append the results to a file in extras/benchmarks/results/.
 # PYTHON=python uses that interpreter and skips the environment setup. `make gpu PARTS="machine graph_bits"` runs these two parts.

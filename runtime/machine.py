@@ -9,12 +9,11 @@ import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import InitProcessGroupKwargs
 from hydra.core.hydra_config import HydraConfig
 
 from cli.jobs import job_overrides
@@ -23,6 +22,7 @@ from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
 from runtime import processes
+from runtime.launch_checks import check_gpus, compare_with_launcher, warn_about_slurm
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 # torch's elastic launcher sets TORCHELASTIC_RUN_ID. accelerate's launcher for one process sets ACCELERATE_DYNAMO_BACKEND.
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
-NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver is loaded
 
 
 def start_accelerator(
@@ -102,21 +101,6 @@ def connecting(timeout: timedelta) -> Iterator[None]:
         raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
 
 
-def check_gpus() -> None:
-    """Raise UserError if torch cannot use this machine's NVIDIA GPU, because accelerate would silently use the CPU."""
-    hides = submitit_executor() == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if hides and torch.version.cuda and NVIDIA_DEVICE.exists() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        remedy = "set hydra.launcher.gpus_per_node, or ACCELERATE_USE_CPU=true to use the CPU"
-        raise UserError(f"hydra/launcher=submitit_local hides all GPUs by default; {remedy}")
-    # Slurm sets CUDA_VISIBLE_DEVICES=NoDevFiles in jobs without a GPU.
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if torch.version.cuda and not is_hidden and not torch.cuda.is_available() and NVIDIA_DEVICE.exists():
-        raise UserError(
-            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: update the driver for CUDA {torch.version.cuda}, "
-            "install a torch for an older CUDA, or set ACCELERATE_USE_CPU=true to use the CPU"
-        )
-
-
 def use_machine(machine: Machine, device: torch.device) -> None:
     """Use the settings of the group machine that a command has taken from a run, after `start_accelerator`."""
     if machine.cpu_threads is not None:
@@ -140,39 +124,6 @@ def choose_kernels(device: torch.device, tf32: bool) -> None:
 def visible_cores() -> int:
     """Return the number of CPU cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def compare_with_launcher(precision: str) -> None:
-    """Warn about settings of `accelerate launch` and its configuration file that this project has keys for, and ignores.
-
-    Raises UserError if accelerate would divide the network among processes.
-    """
-    ours = {
-        "MIXED_PRECISION": ("train.precision or sampling.precision", ("no", precision)),
-        "GRADIENT_ACCUMULATION_STEPS": ("train.grad_accum_steps", ("1",)),
-        "DYNAMO_BACKEND": ("machine.compile", ("no",)),
-    }
-    for name, (key, agreeing) in ours.items():
-        if (given := os.environ.get(f"ACCELERATE_{name}", agreeing[0]).lower()) not in agreeing:
-            log.warning("accelerate's %s=%s has no effect: %s counts", name.lower(), given, key)
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise UserError(f"accelerate was launched with {name}, but this project supports only DDP; launch it without")
-
-
-def warn_about_slurm(num_visible: int) -> None:
-    """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on.
-
-    Also warn if srun started several tasks that do not know of each other, which can be meant.
-    """
-    num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    if num_tasks.isdecimal() and int(num_tasks) > 1 and "RANK" not in os.environ:
-        remedy = "for a common run, set RANK, LOCAL_RANK and WORLD_SIZE as docs/speed_and_clusters.md does"
-        log.warning("srun started %s tasks, and each of them works alone: %s", num_tasks, remedy)
-    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if asked.isdecimal() and int(asked) > num_visible:
-        remedy = "give srun --cpus-per-task, or export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job's script"
-        log.warning("this task has %d of the %s CPU cores in --cpus-per-task: %s", num_visible, asked, remedy)
 
 
 def cores_per_process() -> int:

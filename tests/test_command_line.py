@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
 from configs.sampling_schema import Numbers
 from configs.schema import TrainConfig
-from runtime import machine
+from runtime import launch_checks, machine
 
 
 def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(monkeypatch, capsys):
@@ -575,15 +575,15 @@ def test_accelerate_compiles_nothing_even_if_it_is_configured_to(monkeypatch):
 def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path):
     for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
-    monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
-    machine.check_gpus()  # no GPU
+    monkeypatch.setattr(launch_checks, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(launch_checks.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(launch_checks.torch.cuda, "is_available", lambda: False)
+    launch_checks.check_gpus()  # no GPU
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(UserError, match="CUDA 13.0"):
-        machine.check_gpus()
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
-    machine.check_gpus()
+        launch_checks.check_gpus()
+    monkeypatch.setattr(launch_checks.torch.cuda, "is_available", lambda: True)
+    launch_checks.check_gpus()
 
 
 def test_ctrl_c_reaches_a_command_that_a_shell_started_in_the_background():

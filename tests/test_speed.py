@@ -18,7 +18,7 @@ from evaluations.metrics import full_float32
 from extras.alignment import ObservedNetwork
 from extras.lightningdit import LightningDiT
 from routing_module import Route
-from runtime import compilation, machine
+from runtime import compilation, launch_checks, machine
 from runtime.compilation import check_compile_mode, check_machine, checkpoint_activations, compile_network, resolve_compile
 from runtime.machine import choose_kernels
 from training.stop import LAUNCHERS
@@ -307,7 +307,7 @@ def test_a_task_of_slurm_uses_its_own_cores_whether_it_is_bound_to_them_or_not(m
 def test_a_task_of_slurm_with_fewer_cores_than_the_job_asks_for_gets_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")
     for visible, is_warned in ((64, False), (1, True)):
-        machine.warn_about_slurm(visible)
+        launch_checks.warn_about_slurm(visible)
         assert ("this task has 1 of the 64 CPU cores in --cpus-per-task: give srun --cpus-per-task" in caplog.text) == is_warned
     assert "srun --cpus-per-task=$SLURM_CPUS_PER_TASK" in (REPOSITORY / "docs" / "speed_and_clusters.md").read_text()
 
@@ -316,7 +316,7 @@ def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch,
     for rank, num_tasks, is_warned in (("0", "2", False), (None, "1", False), (None, "2", True)):
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", num_tasks)
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
-        machine.warn_about_slurm(1)
+        launch_checks.warn_about_slurm(1)
         assert ("srun started 2 tasks, and each of them works alone" in caplog.text) == is_warned
 
 
@@ -335,11 +335,11 @@ def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch,
 )
 def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, value, key):
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    machine.compare_with_launcher("fp32")
+    launch_checks.compare_with_launcher("fp32")
     expected = f"accelerate's {name.lower()}={value.lower()} has no effect: {key} counts"
     assert caplog.messages == ([expected] if key else [])
     caplog.clear()
-    machine.compare_with_launcher("bf16")  # as the launcher was told
+    launch_checks.compare_with_launcher("bf16")  # as the launcher was told
     assert bool(caplog.messages) == (key is not None and value != "bf16")
 
 
@@ -347,7 +347,7 @@ def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, val
 def test_ways_to_divide_the_network_are_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(UserError, match=f"launched with {name}, but this project supports only DDP"):
-        machine.compare_with_launcher("fp32")
+        launch_checks.compare_with_launcher("fp32")
 
 
 def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, monkeypatch):
