@@ -50,16 +50,22 @@ def check_gpus() -> None:
         )
 
 
-def warn_about_slurm(num_visible: int) -> None:
-    """Warn if Slurm gives this task fewer cores than the job asks for, because srun may not pass --cpus-per-task on.
+def warn_about_launch(num_visible: int) -> None:
+    """Warn if a launcher started fewer processes, or gives this process fewer cores, than the user asked for.
 
     Also warn if srun started several tasks that do not know of each other, which can be meant.
+
+    Args:
+        num_visible: The number of CPU cores on which this process may run.
     """
+    # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
+        log.warning("accelerate launch started only one process; to start several on a CPU, add --multi_gpu")
     num_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if num_tasks.isdecimal() and int(num_tasks) > 1 and "RANK" not in os.environ:
         remedy = "for a common run, set RANK, LOCAL_RANK and WORLD_SIZE as docs/speed_and_clusters.md does"
         log.warning("srun started %s tasks, and each of them works alone: %s", num_tasks, remedy)
     asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if asked.isdecimal() and int(asked) > num_visible:
+    if asked.isdecimal() and int(asked) > num_visible:  # srun may not pass --cpus-per-task on
         remedy = "give srun --cpus-per-task, or export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job's script"
         log.warning("this task has %d of the %s CPU cores in --cpus-per-task: %s", num_visible, asked, remedy)

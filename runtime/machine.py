@@ -22,7 +22,7 @@ from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
 from runtime import processes
-from runtime.launch_checks import check_gpus, compare_with_launcher, warn_about_slurm
+from runtime.launch_checks import check_gpus, compare_with_launcher, warn_about_launch
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,32 @@ def start_accelerator(
     `precision` (`fp32` or `bf16`) applies to the networks that accelerate prepares. After `timeout`, a collective fails.
     accelerate receives `kwargs`.
     """
+    prepare_process()
+    compare_with_launcher(precision)
+    check_gpus()
+    # Counted before accelerate, which may bind the process to the cores of its GPU.
+    num_cores, num_visible = cores_per_process(), visible_cores()
+    accelerator = connect_accelerator(precision, timeout, **kwargs)
+    log_to_stderr()
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.ERROR)
+    warn_about_launch(num_visible)
+    choose_threads(cpu_threads, num_cores)
+    choose_kernels(accelerator.device, tf32)
+    return accelerator
+
+
+def prepare_process() -> None:
+    """Do what must come before torch connects this process to others, and set the environment of a job of a sweep."""
     if torch.distributed.is_available():
         # Import torch.distributed.nn.functional before a process group exists. If AdamW imports the module later, its default
         # arguments keep the process group alive forever. gloo's threads can then abort the process when it exits.
         importlib.import_module("torch.distributed.nn.functional")
     prepare_job()
-    compare_with_launcher(precision)
-    check_gpus()
-    # Counted before accelerate, which may bind the process to the cores of its GPU.
-    num_cores, num_visible = cores_per_process(), visible_cores()
+
+
+def connect_accelerator(precision: str, timeout: timedelta, **kwargs) -> Accelerator:
+    """Start accelerate, which connects this process with the others, and check that all of them run the same job."""
     # In a sweep, reset the accelerate state from the previous run. The processes stay connected.
     if is_initialized():
         gc.collect()  # free the previous run's networks, which reference cycles keep alive
@@ -62,18 +79,6 @@ def start_accelerator(
     processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
         processes.check_arguments(job_overrides())
-    log_to_stderr()
-    # accelerate's launcher for a single process sets MASTER_PORT only if the user asked for several processes.
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ:
-        log.warning("accelerate launch started only one process; to start several on a CPU, add --multi_gpu")
-    if not accelerator.is_main_process:
-        logging.getLogger().setLevel(logging.ERROR)
-    warn_about_slurm(num_visible)
-    # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
-    torch.set_num_threads(cpu_threads or num_cores)
-    # By default, torch's compiler starts up to 32 processes per GPU.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, num_cores)))
-    choose_kernels(accelerator.device, tf32)
     return accelerator
 
 
@@ -106,6 +111,14 @@ def use_machine(machine: Machine, device: torch.device) -> None:
     if machine.cpu_threads is not None:
         torch.set_num_threads(machine.cpu_threads)
     choose_kernels(device, machine.tf32)
+
+
+def choose_threads(cpu_threads: int | None, num_cores: int) -> None:
+    """Set the number of CPU threads of torch, by default the cores of this process, and of processes of its compiler."""
+    # `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle in evaluations.
+    torch.set_num_threads(cpu_threads or num_cores)
+    # By default, torch's compiler starts up to 32 processes per GPU.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(8, num_cores)))
 
 
 def choose_kernels(device: torch.device, tf32: bool) -> None:

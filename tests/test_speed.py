@@ -307,7 +307,7 @@ def test_a_task_of_slurm_uses_its_own_cores_whether_it_is_bound_to_them_or_not(m
 def test_a_task_of_slurm_with_fewer_cores_than_the_job_asks_for_gets_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")
     for visible, is_warned in ((64, False), (1, True)):
-        launch_checks.warn_about_slurm(visible)
+        launch_checks.warn_about_launch(visible)
         assert ("this task has 1 of the 64 CPU cores in --cpus-per-task: give srun --cpus-per-task" in caplog.text) == is_warned
     assert "srun --cpus-per-task=$SLURM_CPUS_PER_TASK" in (REPOSITORY / "docs" / "speed_and_clusters.md").read_text()
 
@@ -316,7 +316,7 @@ def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch,
     for rank, num_tasks, is_warned in (("0", "2", False), (None, "1", False), (None, "2", True)):
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", num_tasks)
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
-        launch_checks.warn_about_slurm(1)
+        launch_checks.warn_about_launch(1)
         assert ("srun started 2 tasks, and each of them works alone" in caplog.text) == is_warned
 
 
