@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from cli.launchers import submitit_executor
 from common.errors import UserError
 from runtime import processes
 from runtime.machine import LAUNCHERS
@@ -51,7 +52,7 @@ def leave_after_signal(step: int, is_complete: bool, is_signalled: bool, signum:
         processes.leave()
         wait_to_be_killed(signum)
         call_previous_handler(signum)  # submitit's handler exits; wandb then uploads the rest, which can take long
-    elif is_signalled and "SUBMITIT_EXECUTOR" not in os.environ:
+    elif is_signalled and not submitit_executor():
         log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
         processes.leave()
     else:
@@ -70,7 +71,7 @@ def wait_to_be_killed(signum: int | None) -> None:
 
     Slurm requeues a preempted job that it killed, but counts one that ended by itself as complete.
     """
-    if signum == signal.SIGTERM and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+    if signum == signal.SIGTERM and submitit_executor() == "slurm":
         log.warning("the run is saved; waiting until Slurm ends this job, and requeues it if it was preempted")
         time.sleep(STOP_TIMEOUT.total_seconds())
 
