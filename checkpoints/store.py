@@ -33,6 +33,7 @@ from common.files import (
     hash_bytes,
     hash_file,
     read_json,
+    read_yaml,
     regular_file,
     remove_leftovers,
 )
@@ -78,7 +79,7 @@ def list_steps(root: Path) -> dict[int, Path]:
 
 
 def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
-    """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and multiples of keep_every steps.
+    """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and those that `_is_kept` keeps.
 
     If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
 
@@ -110,12 +111,25 @@ def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, kee
 
 
 def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
-    """Delete all checkpoints except the newest keep_last and multiples of keep_every steps."""
+    """Delete all checkpoints except the newest keep_last and those that `_is_kept` keeps."""
     for step, path in list(list_steps(root).items())[:-keep_last]:
-        if not (keep_every and step % keep_every == 0):
+        if not _is_kept(step, path, keep_every):
             with contextlib.suppress(OSError):  # the next save tries again to delete the folder
                 # Rename the folder first, because a partly deleted checkpoint must not look complete.
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
+
+
+def _is_kept(step: int, folder: Path, keep_every: int) -> bool:
+    """Return whether `step` is a multiple of keep_every, or of the value with which the checkpoint was saved.
+
+    A longer run may have a larger keep_every (`training.data.fill_in_lengths`), and must not delete what the shorter one kept.
+    """
+    if keep_every and step % keep_every == 0:
+        return True
+    with contextlib.suppress(UserError, KeyError, TypeError):  # the checkpoint is damaged
+        stored = read_yaml(folder / "config.yaml")["checkpoint"]["keep_every"]
+        return bool(stored) and step % stored == 0
+    return False
 
 
 def _write_files(folder: Path, tensors: Tensors, state: dict, config: dict) -> None:

@@ -66,6 +66,21 @@ def test_the_newest_checkpoints_and_every_mth_step_are_kept(tmp_path):
     assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
 
 
+def test_a_checkpoint_that_was_kept_stays_when_keep_every_changes(tmp_path):
+    def save_with(keep_every, *steps):
+        for step in steps:
+            *contents, config = make(step)
+            config["checkpoint"]["keep_every"] = keep_every
+            store.save(tmp_path, *contents, config, 1, keep_every)
+
+    save_with(20, 10, 20, 30)
+    save_with(50, 40, 50, 60)
+    (tmp_path / "step_0000020" / "config.yaml").write_text("damaged")
+    assert [*store.list_steps(tmp_path)] == [20, 50, 60]
+    save_with(0, 70)
+    assert [*store.list_steps(tmp_path)] == [50, 70]
+
+
 def test_a_lower_keep_last_frees_space_before_the_next_checkpoint_is_written(tmp_path, monkeypatch):
     save(tmp_path, 10, 20, 30, 40, keep_every=20)
     write, before = store._write_files, []
