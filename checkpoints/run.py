@@ -71,6 +71,13 @@ def present_starts(starts: list[dict]) -> list[dict]:
     return starts[new[-1] :] if new else starts
 
 
+def list_snapshots(run_folder: Path | None) -> dict[int, Path]:
+    """Return the snapshot files of a run by step, in ascending order. File names contain the step and a hash of the content."""
+    pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
+    files = (run_folder / SNAPSHOTS).glob("*") if run_folder else ()
+    return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
+
+
 def is_renamed(path: Path) -> bool:
     """Return whether `RunFolder.rename_results` renamed a file or folder."""
     return re.search(r"_earlier_[0-9a-f]{8}$", path.stem) is not None

@@ -11,7 +11,6 @@ The length of a profile is the standard deviation of k / t in the limit of many 
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.run import SNAPSHOTS
+from checkpoints.run import list_snapshots
 from common.errors import UserError, as_user_error
 from common.files import hash_bytes, hash_file, regular_file
 from runtime.processes import on_main
@@ -40,13 +39,6 @@ def gamma_from_length(length: float) -> float:
     """Solve length^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) for gamma, the exponent of the profile."""
     s = length**-2
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
-
-
-def list_snapshots(run_folder: Path | None) -> dict[int, Path]:
-    """Return the snapshot files of a run by step, in ascending order. File names contain the step and a hash of the content."""
-    pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
-    files = (run_folder / SNAPSHOTS).glob("*") if run_folder else ()
-    return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
 
 
 def fit_snapshots(checkpoint: Checkpoint, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:

@@ -9,10 +9,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from checkpoints import store
-from checkpoints.run import RunFolder
+from checkpoints.run import RunFolder, list_snapshots
 from common.errors import UserError
 from common.files import hash_bytes, write_atomically
-from extras.posthoc_ema import TRACKED_EMA, gamma_from_length, list_snapshots
+from extras.posthoc_ema import TRACKED_EMA, gamma_from_length
 from runtime.processes import on_main
 from training.ema import EMA
 from training.trainer import Hook, Trainer

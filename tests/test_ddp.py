@@ -13,8 +13,8 @@ from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
 from checkpoints import store
+from checkpoints.run import list_snapshots
 from common.errors import UserError
-from extras.posthoc_ema import list_snapshots
 from training.parallel import check_batch_divides
 
 
