@@ -179,14 +179,16 @@ class RunFolder:
         return folder
 
     def delete_results_after(self, step: int) -> None:
-        """Delete incomplete lines. Also delete metrics, evaluations and grids after `step`, which the run will write again."""
-
+        """Delete incomplete lines, and metrics, evaluations, grids and snapshots after `step`, which the run will write again."""
         kept = [line for line in read_lines(self.metrics) if not is_after(line, step)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.results.forget_after(step)
         for file in self.samples.glob("step_*.png"):
             number = file.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user
+                file.unlink()
+        for number, file in list_snapshots(self.path).items():
+            if number > step:  # `extras.posthoc_ema` must not mix them with those of the steps that the run repeats
                 file.unlink()
 
     def has_results(self) -> bool:

@@ -46,10 +46,10 @@ class TrackedEMA(EMA):
 
 
 class Snapshots(Hook):
-    """A hook that saves the tracked averages in <run>/ema_snapshots. After a resume, it deletes snapshots of later steps."""
+    """A hook that saves the tracked averages in <run>/ema_snapshots."""
 
     def __init__(self, run: RunFolder, every: int):
-        self.run, self.every, self._is_first = run, every, True
+        self.run, self.every = run, every
 
     def __call__(self, trainer: Trainer) -> None:
         on_main(lambda: self._write(trainer))
@@ -58,9 +58,5 @@ class Snapshots(Hook):
         if trainer.step == trainer.first_step and trainer.step in list_snapshots(self.run.path):
             return
         content = save({name: average.half().cpu() for name, average in trainer.ema.states()[TRACKED_EMA].items()})
-        for step, file in list_snapshots(self.run.path).items() if self._is_first else ():
-            if step > trainer.first_step:  # the snapshot was saved before the run resumed from an earlier step
-                file.unlink()
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_atomically(self.run.snapshots / name, content)
-        self._is_first = False

@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(tmp_path, num_
     store.verify(tmp_path / "step_0000010")
 
 
-def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
+def test_a_resume_removes_metrics_grids_and_snapshots_after_its_step(tmp_path):
     run = RunFolder(tmp_path, "run")
     run.open()
     speed = {"steps_per_sec": 1.0}
@@ -348,10 +348,15 @@ def test_a_resume_removes_metrics_and_grids_after_its_step(tmp_path):
         append_line(run.results.file, line)
     for name in ("step_0000002.png", "step_0000003.png", "step_best.png"):  # the last file belongs to the user
         (run.samples / name).touch()
+    run.snapshots.mkdir()
+    kept, stale = (f"step_000000{step}_{'0' * 32}.safetensors" for step in (2, 3))
+    for name in (kept, stale, theirs := "step_0000003 (copy).safetensors"):
+        (run.snapshots / name).touch()
     run.delete_results_after(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:2]
     assert evaluated(run.path) == [evaluations[0], evaluations[2]]
     assert names(run.samples) == ["step_0000002.png", "step_best.png"]
+    assert names(run.snapshots) == sorted([kept, theirs])
 
 
 def test_lines_of_metrics_without_a_step_are_kept(tmp_path):
