@@ -168,6 +168,15 @@ def test_a_run_that_a_resume_continued_with_another_setting_has_its_own_row(runs
     assert shown == {DIT: "0, 1", TREAD: "1", f"{TREAD}, resumed at step 50000: train.lr: 0.0002 -> 0.0001": "0"}
 
 
+def test_a_change_counts_only_if_the_steps_of_its_start_are_in_the_run(tmp_path):
+    folder = make_run(tmp_path, f"experiment={TREAD}", name="a")
+    start = json.loads((folder / "starts.jsonl").read_text())
+    steps = {50_000: "first", 100_000: "kept", 200_000: "repeated", 150_000: "also kept", 400_000: "without a figure"}
+    write(folder / "starts.jsonl", *[start | {"step": step, "resumed": True, "changed": [name]} for step, name in steps.items()])
+    write(folder / "starts.jsonl", start | {"step": 400_000, "resumed": True})
+    assert read_run(folder).changes_on_resume == ("at step 50000: first", "at step 100000: kept", "at step 150000: also kept")
+
+
 def test_seeds_with_and_without_tracked_averages_are_one_experiment_and_have_the_papers_figure(tmp_path):
     for seed, more in ((0, []), (1, ["train.ema_lengths=[0.1]"])):
         make_run(tmp_path, f"experiment={DIT}", f"seed={seed}", *more, name=f"run{seed}", fid={400_000: 40.0})

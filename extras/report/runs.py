@@ -92,9 +92,13 @@ class Run:
 
     @property
     def changes_on_resume(self) -> tuple[str, ...]:
-        """Return the settings that a resume changed, such as `at step 400: train.lr: 0.002 -> 0.0001`."""
-        changes = (f"at step {start['step']}: {line}" for start in self.starts for line in start.get("changed", ()))
-        return tuple(dict.fromkeys(changes))  # a run that is stopped before its next checkpoint resumes from the same one again
+        """Return the settings that a resume changed, such as `at step 400: train.lr: 0.002 -> 0.0001`.
+
+        A start that made no figure, or whose steps a later start repeated, changed nothing that the report shows.
+        """
+        ends = [start["step"] for start in self.starts[1:]] + [self.step]
+        counted = [start for i, start in enumerate(self.starts) if start["step"] < min(ends[i:])]
+        return tuple(f"at step {start['step']}: {line}" for start in counted for line in start.get("changed", ()))
 
     @property
     def step(self) -> int:
