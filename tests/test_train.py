@@ -774,7 +774,8 @@ def test_a_run_that_starts_again_begins_from_the_same_checkpoint_of_another_run(
     step, first = max(store.list_steps(source / "checkpoints")), losses(run)
     recorded = starts(run)[-1]["init_from"]
     assert recorded == {"checkpoint": str(folder_of(source, step)), "hash": store.hash_checkpoint(folder_of(source, step))}
-    shutil.rmtree(run / "checkpoints")  # as if the job had ended before its first checkpoint
+    train("again", *keys, "train.num_steps=2")  # a start that resumes has no init_from
+    shutil.rmtree(run / "checkpoints")
     newest.rename(folder_of(source, 6))
     assert losses(train("again", *keys)) == first
     named = f"began from {folder_of(source, step)} before"
