@@ -27,6 +27,7 @@ from checkpoints.load import load_network
 from common.errors import UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
+from extras.report.runs import read_run
 from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, write_shard
@@ -282,6 +283,23 @@ def test_changes_that_are_meant_are_recorded_with_the_start(train):
     assert [line["lr"] for line in metrics(run)] == [2e-3] + 5 * [1e-3]
     with pytest.raises(UserError, match="train.lr: 0.001 -> 0.002.*resume=changed"):  # even though the run is complete
         train("run")
+
+
+def test_a_complete_run_gets_its_settings_back_after_a_longer_start_without_a_checkpoint(train, monkeypatch):
+    keys = ["train.num_steps=2", "sampler.num_steps=1"]
+    run = train("run", *keys)
+    text = (run / "config.yaml").read_text()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Trainer, "train_step", lambda *args: 1 / 0)
+        train("run", "train.num_steps=3", "train.lr=1e-3", "resume=changed")
+    assert read_config(run).train.lr == 1e-3
+    train("run", *keys)
+    assert (run / "config.yaml").read_text() == text
+    assert starts(run)[-1]["changed"] and read_run(run).changes_on_resume == ()
+    other = text.replace("  num_steps: 1\n", "  num_steps: 9\n")  # of the sampler
+    (run / "config.yaml").write_text(other)
+    train("run", *keys)
+    assert (run / "config.yaml").read_text() == other != text
 
 
 @pytest.mark.parametrize(

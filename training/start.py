@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 
 from torch import nn
 
 from checkpoints import store
+from checkpoints.checkpoint import Checkpoint, read_config
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
 from checkpoints.start_checkpoint import changes_on_resume, open_new_run
 from common.errors import UserError
 from common.files import append_line
+from configs.differences import differences_for
 from runtime.compilation import resolve_compile
 from training import optimizers
 from training.plan import TrainPlan
@@ -31,7 +34,9 @@ def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
     is_complete = trainer.step >= cfg.train.num_steps
     if newest is None:
         open_new_run(run, cfg)
-    if not is_complete:  # a complete run keeps its stored configuration
+    if is_complete:
+        restore_config(run, newest)
+    else:
         run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
         changed = [] if newest is None else [*map(str, changes_on_resume(newest.config, cfg))]
         append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, plan.initial))
@@ -42,6 +47,16 @@ def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
     else:
         check_disk_space(trainer, run)
         log_training(trainer)
+
+
+def restore_config(run: RunFolder, newest: Checkpoint) -> None:
+    """Give the config.yaml of a complete run the settings of its newest checkpoint, if they determine other weights.
+
+    A start with more steps may have written config.yaml, and have ended before it saved a checkpoint.
+    """
+    with contextlib.suppress(UserError):  # the file is missing, or is not a configuration
+        if differences_for("report", read_config(run.path), newest.config, "separates"):
+            run.write_config(newest.config.model_dump())
 
 
 def log_model_and_data(trainer: Trainer, run: RunFolder) -> None:
