@@ -24,7 +24,7 @@ from PIL import Image
 from checkpoints import provenance, start_checkpoint, store
 from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config
 from checkpoints.load import load_network
-from common.errors import UserError
+from common.errors import Diverged, UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
 from extras.report.runs import read_run
@@ -894,6 +894,12 @@ def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_
         train("run", "train.lr=1e4", "checkpoint.every=1", "checkpoint.keep_last=1", "train.num_steps=50", "train.log_every=50")
     (last,) = store.list_steps(tmp_path / "run" / "checkpoints").values()
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
+
+
+@pytest.mark.parametrize("hook", [GRIDS, EVALUATION])
+def test_a_run_that_diverges_before_a_hook_runs_its_network_ends_with_diverged(train, hook):
+    with pytest.raises(Diverged, match="the loss became NaN, infinite or above 1e.06 by step 2"):
+        train("run", "train.lr=1e30", "train.log_every=100", *hook)
 
 
 def name_classes(folder, names):

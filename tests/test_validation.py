@@ -12,7 +12,7 @@ from scipy.stats import norm
 from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint
 from checkpoints.load import load_network
-from common.errors import UserError
+from common.errors import Diverged, UserError
 from common.randomness import derive_seed
 from edm import EDM
 from latents.dataset import LatentDataset
@@ -76,6 +76,13 @@ def test_batches_and_a_resume_do_not_change_the_validation_loss(run, tmp_path, h
     lines = metrics(cut), evaluated(cut)
     run_train(tmp_path, "cut", *KEYS, f"evaluation.validation={held_out}", "sampling.batch_size=40")  # already complete
     assert (metrics(cut), evaluated(cut)) == lines
+
+
+def test_a_run_that_diverges_stores_no_validation_loss(tmp_path, held_out):
+    keys = [*KEYS, "evaluation.every=2", "train.lr=1e30", "train.log_every=100", f"evaluation.validation={held_out}"]
+    with pytest.raises(Diverged, match="the loss became NaN"):
+        run_train(tmp_path, "run", *keys)
+    assert not (tmp_path / "run" / "evaluations" / "results.jsonl").exists()
 
 
 @pytest.mark.parametrize("diffusion", ["edm", "sit"])
