@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 
 from cli.arguments import run_command
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 
 COMMANDS = {
     "encode": "latents.prepare.encode:encode",
@@ -34,4 +34,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    guard(lambda: main(sys.argv[1:]))
+    run_and_print_errors(lambda: main(sys.argv[1:]))

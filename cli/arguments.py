@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from pydantic import create_model
 
 from cli.compose import parse_argument
-from cli.explain import name_errors_of_omegaconf
+from cli.hydra_errors import name_errors_of_omegaconf
 from common.errors import UserError
 from common.files import REPOSITORY
 from configs.settings import Settings, validate
@@ -40,7 +40,7 @@ def run_command(
         raise UserError(f"unknown command {name!r}; use one of {', '.join(commands)}")
     settings_class = (keys or {}).get(name)
     if HELP & set(remaining):
-        sys.stdout.write(source_of(settings_class or commands[name]))
+        sys.stdout.write(source_code_of(settings_class or commands[name]))
         return
     function = resolve_name(commands[name])
     target = resolve_name(settings_class) if settings_class else function
@@ -70,7 +70,7 @@ def read_argument(argument: str, texts: Collection[str]) -> tuple[str, object]:
     return key, value
 
 
-def source_of(what: str) -> str:
+def source_code_of(what: str) -> str:
     """Return the source code of a class, or a function's signature and docstring, without importing the module."""
     module, _, name = what.partition(":")
     source = (REPOSITORY / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")

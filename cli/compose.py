@@ -9,8 +9,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from cli.explain import NO_ROW, explain, name_errors_of_omegaconf
-from cli.hydra_setup import compose_files, quote_letters
+from cli.hydra_errors import NO_ROW, explain_hydra_error, name_errors_of_omegaconf
+from cli.hydra_setup import compose_files, quote_non_ascii
 from common.errors import UserError
 from configs.schema import TrainConfig
 from configs.settings import S, flatten, has_interpolation, validate
@@ -21,7 +21,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
     try:
         return compose_files(config_name, overrides)
     except (HydraException, ValueError) as e:  # model=3 raises ValueError
-        raise UserError(explain(e, overrides, config_name)) from e
+        raise UserError(explain_hydra_error(e, overrides, config_name)) from e
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_as_written: bool = True) -> S:
@@ -57,7 +57,7 @@ def expand_groups(overrides: Iterable[str]) -> Iterator[str]:
 def parse_argument(argument: str) -> Override:
     """Parse `key=value` by Hydra's grammar."""
     try:
-        return OverridesParser.create().parse_override(quote_letters(argument))
+        return OverridesParser.create().parse_override(quote_non_ascii(argument))
     except HydraException as e:
         error = e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e))
-        raise UserError(explain(error)) from e
+        raise UserError(explain_hydra_error(error)) from e

@@ -53,7 +53,7 @@ ConfigStore.instance().store("any_sampler_keys", DictConfig({"sampler": DictConf
 _TEXT = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|((?:\$\{[^{}]*\}|[^,()\[\]{}'"])+)""")
 
 
-def quote_letters(argument: str) -> str:
+def quote_non_ascii(argument: str) -> str:
     """Quote each text in the value of `key=value` that has letters beyond ASCII, which Hydra's grammar only knows in quotes."""
     key, equals, value = argument.partition("=")
 
@@ -75,4 +75,4 @@ def row_names() -> list[str]:
 def compose_files(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """Compose configs/<config_name>.yaml with `overrides`. Raises the errors of Hydra."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return hydra.compose(config_name, overrides=[*map(quote_letters, overrides)])
+        return hydra.compose(config_name, overrides=[*map(quote_non_ascii, overrides)])

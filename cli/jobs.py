@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from cli import launchers
 from cli.compose import parse_config
-from cli.explain import explain_error
-from cli.guard import FULL_ERRORS, guard, leave_processes, wants_tracebacks
-from cli.hydra_setup import quote_letters
+from cli.hydra_errors import message_for_user
+from cli.hydra_setup import quote_non_ascii
+from cli.print_errors import FULL_ERRORS, disconnect_processes, run_and_print_errors, wants_tracebacks
 from common.errors import Diverged, UserError, first_line
 from common.progress import log_to_stderr
 from configs.settings import S
@@ -35,7 +35,7 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
         command: A function with the decorator `hydra.main`.
         config_name: The name of its file in configs/.
     """
-    sys.argv[1:] = [word if word.startswith("-") else quote_letters(word) for word in sys.argv[1:]]  # not --config-dir=...
+    sys.argv[1:] = [word if word.startswith("-") else quote_non_ascii(word) for word in sys.argv[1:]]  # not --config-dir=...
     # With HYDRA_FULL_ERROR=1, Hydra raises its errors. Otherwise it prints them and exits. The jobs need the value that the user
     # set, for their logs. Every launcher copies JobRuntime to its processes.
     JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
@@ -51,7 +51,7 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
         if job_errors:
             raise job_errors[0]
 
-    guard(run, partial(explain_error, config_name=config_name))
+    run_and_print_errors(run, partial(message_for_user, config_name=config_name))
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
@@ -69,8 +69,8 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if is_sweep:
             launchers.check_search(hydra_cfg, settings)
         metric = main(settings)
-        if launchers.submitit_executor():  # its process ends without `guard`
-            leave_processes()
+        if launchers.submitit_executor():  # its process ends without `run_and_print_errors`
+            disconnect_processes()
         return metric
     except SystemExit as stop:  # after a signal
         sys.exit(launchers.exit_code_of_job(stop.code))
@@ -86,7 +86,7 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
 
 def log_failure(error: Exception, arguments: Sequence[str]) -> str:
     """Log the error of a job of a sweep, and return the message."""
-    text = explain_error(error)
+    text = message_for_user(error)
     reason = text or f"{type(error).__name__}: {first_line(error)}"
     failure = f"a run of the sweep failed: {' '.join(arguments)}: {reason}"
     log.error("%s", failure, exc_info=text is None or JobRuntime.instance().get(FULL_ERRORS))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from cli.arguments import run_command
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 
 TABLES, GUIDED = "evidence.tables", "evidence.guided"
 COMMANDS = {
@@ -22,4 +22,4 @@ COMMANDS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
+    run_and_print_errors(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))

@@ -20,9 +20,9 @@ import train as train_script
 from cli import jobs
 from cli.arguments import run_command
 from cli.compose import parse_argument
-from cli.guard import FULL_ERRORS, guard
 from cli.hydra_setup import CONFIGS
 from cli.jobs import run_hydra, run_job
+from cli.print_errors import FULL_ERRORS, run_and_print_errors
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
 from configs.sampling_schema import Numbers
@@ -35,19 +35,19 @@ def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(mon
         raise error
 
     with pytest.raises(ZeroDivisionError):
-        guard(lambda: 1 / 0)
+        run_and_print_errors(lambda: 1 / 0)
     with pytest.raises(SystemExit, match="^error: no luck"):  # Python prints a text and exits with 1
-        guard(lambda: fail(UserError("no luck")))
+        run_and_print_errors(lambda: fail(UserError("no luck")))
     with pytest.raises(SystemExit) as left:
-        guard(lambda: fail(KeyboardInterrupt()))
+        run_and_print_errors(lambda: fail(KeyboardInterrupt()))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit, match=r"^error \(process 0\): no luck$"):
-        guard(lambda: fail(UserError("no luck")))
+        run_and_print_errors(lambda: fail(UserError("no luck")))
     # Commands such as `prepare_latents.py inspect` start over, so the line promises no resume.
     assert left.value.code == 130 and capsys.readouterr().err.endswith("stopped; run the same command again to finish\n")
     monkeypatch.setenv(FULL_ERRORS, "1")
     with pytest.raises(UserError):
-        guard(lambda: fail(UserError("no")))
+        run_and_print_errors(lambda: fail(UserError("no")))
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_a_command_ends_quietly_when_the_reader_of_its_output_ends_and_works_wit
         line = f"{sys.executable} {arguments} | head -c 1; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
         assert (done.returncode, done.stderr) in ((128 + signal.SIGPIPE, ""), (0, "")), done  # 0: it wrote before the end
-    code = "import sys; from cli.guard import guard; guard(lambda: sys.stderr.write(str(1)))"
+    code = "import sys; from cli.print_errors import run_and_print_errors; run_and_print_errors(lambda: sys.stderr.write(str(1)))"
     assert subprocess.run(["bash", "-c", f"exec 2>&-; {sys.executable} -c '{code}'"], cwd=REPOSITORY).returncode == 0
 
 
@@ -589,7 +589,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path):
 def test_ctrl_c_reaches_a_command_that_a_shell_started_in_the_background():
     found, before = [], signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        guard(lambda: found.append(signal.getsignal(signal.SIGINT)))
+        run_and_print_errors(lambda: found.append(signal.getsignal(signal.SIGINT)))
     finally:
         signal.signal(signal.SIGINT, before)
     assert found[0] not in (signal.SIG_IGN, signal.SIG_DFL)
@@ -646,14 +646,14 @@ def test_keys_cannot_be_removed_and_hydras_own_hints_stay(monkeypatch, capsys):
 def test_letters_that_a_locale_lacks_are_escaped(monkeypatch, stream, encoding, text):
     written = io.BytesIO()
     monkeypatch.setattr(sys, stream, io.TextIOWrapper(written, encoding=encoding))
-    guard(lambda: print(text, file=getattr(sys, stream), flush=True))
+    run_and_print_errors(lambda: print(text, file=getattr(sys, stream), flush=True))
     assert written.getvalue() == f"{text}\n".encode(encoding, "backslashreplace")
 
 
 @pytest.mark.parametrize("words", [["-i", "defaults"], ["-idefaults"], ["--info", "defaults"], ["--info=defaults"]])
 def test_hydra_alone_prints_its_information(monkeypatch, words):
     started = []
-    monkeypatch.setattr("cli.guard.log_to_stderr", lambda: started.append(True))
+    monkeypatch.setattr("cli.print_errors.log_to_stderr", lambda: started.append(True))
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    guard(lambda: None)
+    run_and_print_errors(lambda: None)
     assert not started

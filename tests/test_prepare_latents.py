@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_webdataset import sd_moments, write_tar
 
 import prepare_latents
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 from common.errors import UserError
 from common.images import adm_center_crop, read_rgb
 from common.randomness import SeedRandom
@@ -262,7 +262,7 @@ def test_empty_paths_foreign_files_and_loops_of_links_are_refused(images, tmp_pa
     (tmp_path / "b").symlink_to(tmp_path / "a")
     arguments = ["encode", f"images={images}", f"output={tmp_path / 'a'}", "autoencoder=identity", "kind=sample"]
     with pytest.raises(SystemExit, match="^error: .*"):
-        guard(lambda: prepare_latents.main(arguments))
+        run_and_print_errors(lambda: prepare_latents.main(arguments))
 
 
 def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, tmp_path, caplog):

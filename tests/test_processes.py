@@ -75,8 +75,8 @@ def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
     [("0", None, ".*1/2 clients joined"), ("1", None, ".*timed out"), ("0", "abc", "invalid literal")],
 )
 def test_a_process_with_the_variables_of_a_launcher_that_has_ended_says_what_it_waits_for(rank, port, words, tmp_path):
-    script = "from datetime import timedelta\nfrom cli.guard import guard\nfrom runtime import machine\n"
-    script += "guard(lambda: machine.start_accelerator(1, timeout=timedelta(seconds=4)))\n"
+    script = "from datetime import timedelta\nfrom cli.print_errors import run_and_print_errors\nfrom runtime import machine\n"
+    script += "run_and_print_errors(lambda: machine.start_accelerator(1, timeout=timedelta(seconds=4)))\n"
     (tmp_path / "script.py").write_text(script)
     port = port or free_port()
     variables = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}

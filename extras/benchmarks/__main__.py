@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from cli.arguments import HELP, run_command
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 
 STEPS = "extras.benchmarks.steps"
 KERNELS = "extras.benchmarks.kernels"
@@ -40,4 +40,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    guard(lambda: main(sys.argv[1:]))
+    run_and_print_errors(lambda: main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cli.arguments import HELP
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 from common.errors import UserError
 from extras.report.experiments import Experiment, change_words, group
 from extras.report.runs import read_runs
@@ -72,4 +72,4 @@ def describe_runs(experiments: Sequence[Experiment]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    guard(lambda: main(sys.argv[1:]))
+    run_and_print_errors(lambda: main(sys.argv[1:]))

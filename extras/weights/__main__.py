@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 
 from cli.arguments import run_command
-from cli.guard import guard
+from cli.print_errors import run_and_print_errors
 
 COMMANDS = {"import": "extras.weights.importing:import_weights"}
 
 if __name__ == "__main__":
-    guard(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))
+    run_and_print_errors(lambda: run_command(COMMANDS, __doc__, sys.argv[1:]))

@@ -15,16 +15,18 @@ from common.progress import log_to_stderr
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 
 
-def explain_user_error(error: Exception) -> str | None:
+def message_of_user_error(error: Exception) -> str | None:
     """Return the message of a UserError, or None for any other error."""
     return str(error) if isinstance(error, UserError) else None
 
 
-def guard(action: Callable[[], object], explain_error: Callable[[Exception], str | None] = explain_user_error) -> None:
+def run_and_print_errors(
+    action: Callable[[], object], message_for_user: Callable[[Exception], str | None] = message_of_user_error
+) -> None:
     """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead.
 
     Args:
-        explain_error: Returns the message for a user error, or None for an error that keeps its traceback.
+        message_for_user: Returns the message for a user error, or None for an error that keeps its traceback.
     """
     prepare_streams()
     if not any(word.startswith(("-i", "--info")) for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
@@ -33,12 +35,12 @@ def guard(action: Callable[[], object], explain_error: Callable[[Exception], str
     try:
         with exit_on_broken_pipe():
             action()
-            leave_processes()
+            disconnect_processes()
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        text = explain_error(error)
+        text = message_for_user(error)
         if text is None or wants_tracebacks():
             raise
         rank = os.environ.get("RANK")
@@ -75,7 +77,7 @@ def exit_on_broken_pipe() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def leave_processes() -> None:
+def disconnect_processes() -> None:
     """Disconnect from the other processes, if a command has connected to them."""
     if processes := sys.modules.get("runtime.processes"):  # importing it takes seconds
         processes.leave()

@@ -18,15 +18,15 @@ from configs.settings import GROUPS, flatten, nearest
 
 NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
-LAUNCHING = {"hydra", "hydra_plugins", "submitit", "joblib"}
+PACKAGES_WITH_CLEAR_ERRORS = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
 
-def explain_error(error: Exception, config_name: str = "config") -> str | None:
+def message_for_user(error: Exception, config_name: str = "config") -> str | None:
     """Return the message for the user that explains a user error, or None for any other error."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in LAUNCHING:
-        return explain(error, sys.argv[1:], config_name)
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in PACKAGES_WITH_CLEAR_ERRORS:
+        return explain_hydra_error(error, sys.argv[1:], config_name)
     return None
 
 
@@ -37,11 +37,11 @@ def raising_package(error: Exception) -> str:
     return next((package for package in reversed(packages) if package != "omegaconf"), "")
 
 
-def explain(error: Exception, arguments: Iterable[str] = (), config_name: str = "config") -> str:
+def explain_hydra_error(error: Exception, arguments: Iterable[str] = (), config_name: str = "config") -> str:
     """Return Hydra's error on one line, in other words if it is one of the usual mistakes."""
     text = one_line(error)
     if isinstance(error, OverrideParseException):
-        return explain_unreadable(error.override, text)
+        return explain_syntax_error(error.override, text)
     if (key := unknown_key(error)) and not key.startswith("hydra."):
         return explain_unknown_key(key, arguments, config_name)
     if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in arguments):
@@ -59,7 +59,7 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
 
 
-def explain_unreadable(argument: str, reason: str) -> str:
+def explain_syntax_error(argument: str, reason: str) -> str:
     """Return the message for an argument that Hydra's grammar refuses, such as name=a=b. It shows how to quote the value."""
     key, equals, value = argument.partition("=")
     if not equals:
