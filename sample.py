@@ -22,7 +22,7 @@ from configs.sampling_schema import SampleConfig
 
 def main(cfg: SampleConfig) -> None:
     """Sample the images that are missing in the output folder, and write the grid."""
-    from runtime.machine import start_accelerator, use_machine
+    from runtime.machine import apply_machine_settings, start_accelerator
     from runtime.processes import check_new_file, check_same, on_main
     from sampling.sample_command import SETTINGS, make_images, plan_images
 
@@ -31,7 +31,7 @@ def main(cfg: SampleConfig) -> None:
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
         check_same(plan.files_seen)
         check_new_file("output", plan.output / SETTINGS)
-        use_machine(plan.machine, accelerator.device)
+        apply_machine_settings(plan.machine, accelerator.device)
         make_images(plan, accelerator)
 
 

@@ -40,7 +40,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training.parallel import check_batch_divides
     from training.plan import plan_training
     from training.start import begin_run
-    from training.stop import leave_after_signal
+    from training.stop import end_run_after_signal
     from training.trainer import Trainer
 
     # Check the configuration, the data and the checkpoints before any slow work.
@@ -77,7 +77,7 @@ def main(cfg: TrainConfig) -> float | None:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    exit_code = leave_after_signal(trainer.step, is_complete, trainer.is_signalled, trainer.stopped_by)
+    exit_code = end_run_after_signal(trainer.step, is_complete, trainer.is_signalled, trainer.stopped_by)
     tracking.finish(accelerator)
     if exit_code is not None:
         sys.exit(exit_code)  # also ends a sweep

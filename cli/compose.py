@@ -24,12 +24,12 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
         raise UserError(explain_hydra_error(e, overrides, config_name)) from e
 
 
-def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), are_as_written: bool = True) -> S:
+def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), is_sweep: bool = False) -> S:
     """Resolve the interpolations in a composed configuration and return validated settings.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
-        are_as_written: Whether `overrides` are as the user wrote them. In a sweep, Hydra has replaced 2024_11_25 by 20241125.
+        is_sweep: Whether the job is one of a sweep, for which Hydra has replaced texts such as 2024_11_25 by numbers (20241125).
     """
     overridden = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     if overridden.get("experiment", "").startswith("bases/"):  # some parts compose and would train
@@ -39,7 +39,7 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
         raise UserError(f"{removed}: every key has a value, so none can be removed; write {key}=<value>")
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
-    as_written = {key: value for key, value in overridden.items() if are_as_written or has_interpolation(value)}
+    as_written = {key: value for key, value in overridden.items() if not is_sweep or has_interpolation(value)}
     settings = validate(raw, settings_class, as_written)
     return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
 

@@ -80,4 +80,4 @@ def exit_on_broken_pipe() -> Iterator[None]:
 def disconnect_processes() -> None:
     """Disconnect from the other processes, if a command has connected to them."""
     if processes := sys.modules.get("runtime.processes"):  # importing it takes seconds
-        processes.leave()
+        processes.destroy_process_groups()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from cli.launchers import submitit_executor
+from cli.hydra_plugins import submitit_executor
 from common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # exists on Linux if the NVIDIA driver is loaded
 
 
-def compare_with_launcher(precision: str) -> None:
+def check_accelerate_settings(precision: str) -> None:
     """Warn about settings of `accelerate launch` and its configuration file that this project has keys for, and ignores.
 
     Raises UserError if accelerate would divide the network among processes.

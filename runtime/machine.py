@@ -16,13 +16,13 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs
 from hydra.core.hydra_config import HydraConfig
 
+from cli.hydra_plugins import prepare_job, submitit_executor
 from cli.jobs import job_overrides
-from cli.launchers import prepare_job, submitit_executor
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
 from runtime import processes
-from runtime.launch_checks import check_gpus, compare_with_launcher, warn_about_launch
+from runtime.launch_checks import check_accelerate_settings, check_gpus, warn_about_launch
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # While one process works alone, the other processes wait in runtime/processes.py, which has its own timeout.
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)
 # torch's elastic launcher sets TORCHELASTIC_RUN_ID. accelerate's launcher for one process sets ACCELERATE_DYNAMO_BACKEND.
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
+LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND")
 
 
 def start_accelerator(
@@ -42,7 +42,7 @@ def start_accelerator(
     accelerate receives `kwargs`.
     """
     prepare_process()
-    compare_with_launcher(precision)
+    check_accelerate_settings(precision)
     check_gpus()
     # Counted before accelerate, which may bind the process to the cores of its GPU.
     num_cores, num_visible = cores_per_process(), visible_cores()
@@ -74,16 +74,16 @@ def connect_accelerator(precision: str, timeout: timedelta, **kwargs) -> Acceler
     GradientState._reset_state()
     # accelerate must not compile networks, because runtime/compilation.py compiles the blocks.
     kwargs |= {"mixed_precision": "no" if precision == "fp32" else precision, "dynamo_backend": "no"}
-    with connecting(timeout):
+    with reporting_connection(timeout):
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **kwargs)
-    processes.connect(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
+    processes.init_gloo_group(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
     if HydraConfig.initialized():
-        processes.check_arguments(job_overrides())
+        processes.check_same_job(job_overrides())
     return accelerator
 
 
 @contextlib.contextmanager
-def connecting(timeout: timedelta) -> Iterator[None]:
+def reporting_connection(timeout: timedelta) -> Iterator[None]:
     """While the `with` block waits for other processes, log what it waits for. Raises UserError if they cannot be reached.
 
     Variables of a launcher that has ended, such as WORLD_SIZE in a shell, make a single process wait for others.
@@ -106,7 +106,7 @@ def connecting(timeout: timedelta) -> Iterator[None]:
         raise UserError(f"{waiting}: {first_line(e)}; {hint}") from e
 
 
-def use_machine(machine: Machine, device: torch.device) -> None:
+def apply_machine_settings(machine: Machine, device: torch.device) -> None:
     """Use the settings of the group machine that a command has taken from a run, after `start_accelerator`."""
     if machine.cpu_threads is not None:
         torch.set_num_threads(machine.cpu_threads)
@@ -145,7 +145,7 @@ def cores_per_process() -> int:
     In submitit's jobs on Slurm, each process is a task with cores of its own.
     """
     num_threads = os.environ.get("OMP_NUM_THREADS", "")
-    if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHERS):
+    if num_threads.isdecimal() and int(num_threads) > 0 and not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return int(num_threads)
     num_cores = visible_cores()
     cpus_per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")

@@ -30,7 +30,7 @@ _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or N
 _timeout = WAIT_TIMEOUT  # the group's timeout
 
 
-def connect(num_processes: int, timeout: timedelta | None = None) -> None:
+def init_gloo_group(num_processes: int, timeout: timedelta | None = None) -> None:
     """Create the gloo group of all processes, once per sweep. Its timeout is `timeout` or WAIT_TIMEOUT.
 
     Raises UserError if accelerate uses fewer processes than were launched.
@@ -43,7 +43,7 @@ def connect(num_processes: int, timeout: timedelta | None = None) -> None:
         _group = dist.new_group(backend="gloo", timeout=_timeout)
 
 
-def leave() -> None:
+def destroy_process_groups() -> None:
     """Disconnect the processes at the end of a command. They cannot connect again."""
     global _group
     _group = None
@@ -78,7 +78,7 @@ def keep_on_main(action: Callable[[], T]) -> T | None:
     return kept[0] if kept else None
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Wait until every process calls this function. After the timeout, an error on the main process names a missing process."""
     if _group is not None:
         dist.monitored_barrier(_group, _timeout)
@@ -101,7 +101,7 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
     return gathered or []
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
+def check_same_job(arguments: Sequence[str]) -> None:
     """Check that all processes run the same job. A random sweeper may draw other values in each process."""
     if _group is None:
         return

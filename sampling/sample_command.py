@@ -40,7 +40,7 @@ from configs.settings import nearest, read_stored, resolve
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
-from runtime.processes import SeenFile, see_file, wait_for_all
+from runtime.processes import SeenFile, barrier, see_file
 from sampling.recipe import Recipe, see_weak_checkpoints
 from sampling.sampler import ImageSampler, draw_labels
 
@@ -107,7 +107,7 @@ def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
         sample_files(image_sampler, mine, plan, show_progress=accelerator.is_main_process)
         cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
         log.info(f"cost     {cost}", image_sampler.cost)
-    wait_for_all()
+    barrier()
     if accelerator.is_main_process:
         write_grid_and_npz(plan)
 

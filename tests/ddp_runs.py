@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     """Make all runs; both processes call this. `folder` holds the runs of a single process."""
     run, records = functools.partial(run_train, folder), {}
     # A process cannot open a second process group.
-    with mock.patch.object(processes, "leave", lambda: None):
+    with mock.patch.object(processes, "destroy_process_groups", lambda: None):
         with mock.patch.object(torch.distributed, "new_group", wraps=torch.distributed.new_group) as new_group:
             run("tread", *TREAD, f"evaluation.validation={folder / 'validation'}")
         records["new_groups_sec"] = [call.kwargs["timeout"].total_seconds() for call in new_group.call_args_list]

@@ -23,7 +23,7 @@ store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
 processes.WAIT_TIMEOUT = timedelta(seconds=60 if what == "wait" else 5)
-processes.connect(2)
+processes.init_gloo_group(2)
 
 def slow(is_here):
     if is_here:
@@ -38,14 +38,14 @@ if what == "wait":
     slow(rank == 1)
     found.append([part.tolist() for part in processes.gather_on_main(torch.tensor([rank, 7]))])
     slow(rank == 0)
-    processes.wait_for_all()
+    processes.barrier()
     kept = processes.keep_on_main(lambda: open(f"{folder}/kept", "w"))  # no other process can receive an open file
     found.append(kept.name.endswith("kept") if rank == 0 else kept)
     try:
         processes.on_main(fail)
     except UserError as e:
         found.append(str(e))
-    processes.leave()
+    processes.destroy_process_groups()
 else:
     stop_module.STOP_TIMEOUT = timedelta(seconds=6)
     stop = stop_module.StopSignal()
@@ -53,7 +53,7 @@ else:
     if rank == 1:
         time.sleep(14)
         sys.exit()
-    for wait in (stop.poll_now, processes.wait_for_all):
+    for wait in (stop.poll_now, processes.barrier):
         try:
             wait()
         except (UserError, RuntimeError) as e:
@@ -67,7 +67,7 @@ def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
     for name, value in (("is_initialized", True), ("get_world_size", 2)):
         monkeypatch.setattr(processes.dist, name, lambda value=value: value)
     with pytest.raises(UserError, match="its 2 processes; .* set ACCELERATE_USE_CPU=true"):
-        processes.connect(1)
+        processes.init_gloo_group(1)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_process_with_the_variables_of_a_launcher_that_has_ended_says_what_it_
 def test_an_error_of_connected_processes_is_not_about_the_connection(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(machine.torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="^bf16 is not supported$") as raised, machine.connecting(timedelta(minutes=1)):
+    with pytest.raises(ValueError, match="^bf16 is not supported$") as raised, machine.reporting_connection(timedelta(minutes=1)):
         raise ValueError("bf16 is not supported")
     assert not isinstance(raised.value, UserError)
 

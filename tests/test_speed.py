@@ -21,7 +21,7 @@ from routing_module import Route
 from runtime import compilation, launch_checks, machine
 from runtime.compilation import check_compile_mode, check_machine, checkpoint_activations, compile_network, resolve_compile
 from runtime.machine import choose_kernels
-from training.stop import LAUNCHERS
+from training.stop import LAUNCHER_VARIABLES
 from training.trainer import Trainer
 
 
@@ -47,14 +47,14 @@ def test_training_passes_tf32_on(tf32, monkeypatch):
 @pytest.mark.parametrize("name", ["fid", "sample"])
 @pytest.mark.parametrize(("typed", "expected"), [([], False), (["machine.tf32=true", "machine.cpu_threads=2"], True)])
 def test_the_other_commands_use_tf32_as_the_run_unless_they_set_it(exact_run, name, typed, expected, monkeypatch):
-    given, use = [], machine.use_machine
+    given, use = [], machine.apply_machine_settings
 
     def stop(settings, device):
         monkeypatch.setattr(machine, "choose_kernels", lambda device, tf32: given.append((tf32, torch.get_num_threads())))
         use(settings, GPU)
         raise UserError("stop")
 
-    monkeypatch.setattr(machine, "use_machine", stop)
+    monkeypatch.setattr(machine, "apply_machine_settings", stop)
     num_threads = torch.get_num_threads()
     with pytest.raises(UserError, match="stop"):
         run_script(name, f"checkpoint={exact_run}", *typed)
@@ -279,13 +279,13 @@ def test_a_command_sets_the_number_of_threads():
 
 
 def test_omp_num_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch):
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *LAUNCHERS):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     share = machine.cores_per_process()
     for given, expected in (("3", 3), ("0", share), ("1,2", share)):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
         assert machine.cores_per_process() == expected
-    for launcher in LAUNCHERS:
+    for launcher in LAUNCHER_VARIABLES:
         with monkeypatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "999")
             patch.setenv(launcher, "x")
@@ -293,7 +293,7 @@ def test_omp_num_threads_is_respected_unless_a_launcher_has_set_it(monkeypatch):
 
 
 def test_a_task_of_slurm_uses_its_own_cores_whether_it_is_bound_to_them_or_not(monkeypatch):
-    for name in ("OMP_NUM_THREADS", *LAUNCHERS):
+    for name in ("OMP_NUM_THREADS", *LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name, value in (("LOCAL_WORLD_SIZE", "8"), ("SUBMITIT_EXECUTOR", "slurm"), ("SLURM_CPUS_PER_TASK", "8")):
         monkeypatch.setenv(name, value)
@@ -335,11 +335,11 @@ def test_tasks_of_srun_that_do_not_know_of_each_other_get_a_warning(monkeypatch,
 )
 def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, value, key):
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    launch_checks.compare_with_launcher("fp32")
+    launch_checks.check_accelerate_settings("fp32")
     expected = f"accelerate's {name.lower()}={value.lower()} has no effect: {key} counts"
     assert caplog.messages == ([expected] if key else [])
     caplog.clear()
-    launch_checks.compare_with_launcher("bf16")  # as the launcher was told
+    launch_checks.check_accelerate_settings("bf16")  # as the launcher was told
     assert bool(caplog.messages) == (key is not None and value != "bf16")
 
 
@@ -347,7 +347,7 @@ def test_what_accelerate_was_told_in_vain_is_said(monkeypatch, caplog, name, val
 def test_ways_to_divide_the_network_are_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(UserError, match=f"launched with {name}, but this project supports only DDP"):
-        launch_checks.compare_with_launcher("fp32")
+        launch_checks.check_accelerate_settings("fp32")
 
 
 def test_a_memory_budget_keeps_fewer_activations_and_changes_no_loss(tmp_path, monkeypatch):

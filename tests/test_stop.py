@@ -51,7 +51,7 @@ def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", None])
 def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypatch, launcher):
-    for name in stop_module.LAUNCHERS:
+    for name in stop_module.LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if launcher is not None:
         monkeypatch.setenv(launcher, "x")

@@ -51,7 +51,7 @@ def main(folder):
     record = (folder / f"calls_{os.environ['RANK']}.txt").open("w")
     for name in [*COLLECTIVES.split(), "init_process_group"]:
         mock.patch.object(dist, name, recorded(name, getattr(dist, name), record)).start()
-    mock.patch.object(processes, "leave", lambda: None).start()  # a process cannot open a second process group
+    mock.patch.object(processes, "destroy_process_groups", lambda: None).start()  # a process cannot open a second process group
     validation = f"evaluation.validation={folder / 'validation'}"
     run = run_train(folder, "run", *TREAD, validation)
     run_train(folder, "run", *TREAD, validation, "train.num_steps=5")

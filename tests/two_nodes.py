@@ -89,7 +89,9 @@ def main(folder: Path) -> None:
     os.chdir(folder / f"node{rank}")
     calls = Counter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(processes, "leave", lambda: None))  # a process cannot open a second process group
+        stack.enter_context(
+            mock.patch.object(processes, "destroy_process_groups", lambda: None)
+        )  # a process cannot open a second process group
         stack.enter_context(mock.patch.object(processes, "NEW_FILE_SEC", 1.0))
         stack.enter_context(mock.patch.object(autoencoders, "build", build))
         for owner, what in ((LabelledImages, "size"), (NpzImages, "hash")):

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cli.launchers import submitit_executor
+from cli.hydra_plugins import submitit_executor
 from common.errors import UserError
 from runtime import processes
-from runtime.machine import LAUNCHERS
+from runtime.machine import LAUNCHER_VARIABLES
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
 
-def leave_after_signal(step: int, is_complete: bool, is_signalled: bool, signum: int | None) -> int | None:
+def end_run_after_signal(step: int, is_complete: bool, is_signalled: bool, signum: int | None) -> int | None:
     """End a run that a signal stopped. Return the exit code of the command, or None if it returns the metric of its run.
 
     The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error. `signum` is the signal that this
@@ -49,12 +49,12 @@ def leave_after_signal(step: int, is_complete: bool, is_signalled: bool, signum:
     """
     if not is_complete:
         log.warning("stopped after step %d as requested; run the same command to resume", step)
-        processes.leave()
+        processes.destroy_process_groups()
         wait_to_be_killed(signum)
         call_previous_handler(signum)  # submitit's handler exits; wandb then uploads the rest, which can take long
     elif is_signalled and not submitit_executor():
         log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
-        processes.leave()
+        processes.destroy_process_groups()
     else:
         return None
     return 128 + signal.SIGINT if signum == signal.SIGINT else 0
@@ -101,7 +101,7 @@ class StopSignal:
         # Do not handle warning signals that are ignored or that C code handles. For example, nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) not in (signal.SIG_IGN, None)]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
-        if sys.platform == "linux" and any(name in os.environ for name in LAUNCHERS):
+        if sys.platform == "linux" and any(name in os.environ for name in LAUNCHER_VARIABLES):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGRTMIN)
             if os.getppid() != _PARENT:
                 self._handle(signal.SIGRTMIN, None)

@@ -22,7 +22,7 @@ from extras.benchmarks.harness import measure_kernels_ms, report, time_ms
 from runtime import machine as machine_settings
 from runtime.compilation import compile_network, resolve_compile
 from runtime.cuda_graph import CUDAGraph
-from runtime.processes import leave
+from runtime.processes import destroy_process_groups
 
 LR, BETAS, EPS, EMA_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.9999
 # How often `machine` repeats each of its operations.
@@ -37,7 +37,7 @@ def _start() -> Accelerator:
 
 def _report(title: str, accelerator: Accelerator, records: list[dict[str, object]]) -> None:
     report(title, accelerator, records)
-    leave()
+    destroy_process_groups()
 
 
 def _measure_call(action: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from configs import schema
 from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
-from runtime.processes import leave
+from runtime.processes import destroy_process_groups
 from training import build
 from training.data import open_data
 from training.trainer import Trainer
@@ -95,7 +95,7 @@ def step(
         builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(builders, accelerator.device, rounds, steps, warmup, turns and Path(turns))
         report("Step", accelerator, records)
-    leave()
+    destroy_process_groups()
     return records
 
 
@@ -121,4 +121,4 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Posit
             sys.stdout.flush()  # printed even if the next variant is stopped
             del variant_step
             gc.collect()
-    leave()
+    destroy_process_groups()

@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 
 
-def check_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
+def check_hydra_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
     """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
     launcher = hydra_cfg.runtime.choices["hydra/launcher"]
     if launcher != "basic" and not is_sweep:
         raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
-    if is_connected() and launcher != "basic":
+    if was_launched_with_others() and launcher != "basic":
         raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
 
 
-def is_connected() -> bool:
+def was_launched_with_others() -> bool:
     """Return whether a launcher started this process together with others."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
