@@ -29,7 +29,7 @@ def main(cfg: FidConfig) -> float | None:
     Return the lowest value of the first metric, which sweepers minimise.
     """
     from runtime.machine import apply_machine_settings, start_accelerator
-    from runtime.processes import check_same, on_main
+    from runtime.processes import check_same_files, on_main
     from sampling.fid_plan import plan_evaluations
     from sampling.fid_run import evaluate_points, write_results
 
@@ -40,7 +40,7 @@ def main(cfg: FidConfig) -> float | None:
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     plan = on_main(partial(plan_evaluations, cfg, accelerator.device))
-    check_same(partial(plan.files_seen, cfg))
+    check_same_files(partial(plan.file_fingerprints, cfg))
     apply_machine_settings(plan.machine, accelerator.device)
     evaluate_points(plan, accelerator)
     return on_main(partial(write_results, plan))

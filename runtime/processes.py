@@ -112,7 +112,7 @@ def check_same_job(arguments: Sequence[str]) -> None:
             raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
 
 
-class SeenFile(NamedTuple):
+class FileFingerprint(NamedTuple):
     """What this process sees at a path of the user. On all processes, it must be the same."""
 
     key: str  # the key that names the path
@@ -120,12 +120,12 @@ class SeenFile(NamedTuple):
     value: object
 
 
-def see_file(key: str, file: Path) -> SeenFile:
+def fingerprint_file(key: str, file: Path) -> FileFingerprint:
     """Return what this process sees of a small file, which shows whether all processes share its folder."""
-    return SeenFile(key, file.parent, hash_file(file) if file.is_file() else "missing")
+    return FileFingerprint(key, file.parent, hash_file(file) if file.is_file() else "missing")
 
 
-def check_same(look: Callable[[], Sequence[SeenFile]]) -> None:
+def check_same_files(look: Callable[[], Sequence[FileFingerprint]]) -> None:
     """Check that all processes see the same. A single process does not call `look`, which may read files.
 
     On all processes, `look` returns equally many values, in the same order.
@@ -154,13 +154,13 @@ def check_new_file(key: str, file: Path) -> None:
     The others wait until their file system shows it, up to `NEW_FILE_SEC`.
     """
 
-    def look() -> SeenFile:
+    def look() -> FileFingerprint:
         if file.parent.is_dir():
             os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
-        return see_file(key, file)
+        return fingerprint_file(key, file)
 
     if _group is not None:
         expected, deadline = on_main(look).value, time.monotonic() + NEW_FILE_SEC
         while look().value != expected and time.monotonic() < deadline:
             time.sleep(0.5)
-    check_same(lambda: [look()])
+    check_same_files(lambda: [look()])

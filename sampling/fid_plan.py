@@ -29,9 +29,9 @@ from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
 from runtime.compilation import check_compile_mode
-from runtime.processes import SeenFile, see_file
+from runtime.processes import FileFingerprint, fingerprint_file
 from sampling.evaluator import open_reference
-from sampling.recipe import Recipe, see_weak_checkpoints
+from sampling.recipe import Recipe, fingerprint_weak_checkpoints
 from sampling.score import scoring_settings, settings_of_samples
 
 log = logging.getLogger(__name__)
@@ -95,14 +95,14 @@ class FidPlan:
         names = {name for row in rows for name in row}
         return {name for name in names if len({str(row.get(name)) for row in rows}) > 1}
 
-    def files_seen(self, cfg: FidConfig) -> list[SeenFile]:
+    def file_fingerprints(self, cfg: FidConfig) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
         key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
         files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
-        opened = [SeenFile(name, images.path, images.spot_check()) for name, images in sets.items()]
-        return [*(see_file(key, file) for file in files), *see_weak_checkpoints(recipes), *opened]
+        opened = [FileFingerprint(name, images.path, images.spot_check()) for name, images in sets.items()]
+        return [*(fingerprint_file(key, file) for file in files), *fingerprint_weak_checkpoints(recipes), *opened]
 
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:

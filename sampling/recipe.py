@@ -27,7 +27,7 @@ from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
-from runtime.processes import SeenFile, see_file
+from runtime.processes import FileFingerprint, fingerprint_file
 from sampling.sampler import ImageSampler
 
 
@@ -145,10 +145,10 @@ def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
     return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
 
 
-def see_weak_checkpoints(recipes: Iterable[Recipe]) -> list[SeenFile]:
+def fingerprint_weak_checkpoints(recipes: Iterable[Recipe]) -> list[FileFingerprint]:
     """Return what this process sees of the checkpoints of weak networks."""
     files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
-    return [see_file("guidance.checkpoint", file) for file in files]
+    return [fingerprint_file("guidance.checkpoint", file) for file in files]
 
 
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:

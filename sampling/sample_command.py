@@ -40,8 +40,8 @@ from configs.settings import nearest, read_stored, resolve
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
-from runtime.processes import SeenFile, barrier, see_file
-from sampling.recipe import Recipe, see_weak_checkpoints
+from runtime.processes import FileFingerprint, barrier, fingerprint_file
+from sampling.recipe import Recipe, fingerprint_weak_checkpoints
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)
@@ -74,9 +74,12 @@ class SamplePlan:
     class_names: list[str] | None
     npz: bool
 
-    def files_seen(self) -> list[SeenFile]:
+    def file_fingerprints(self) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
-        return [see_file("checkpoint", self.recipe.checkpoint.manifest_file), *see_weak_checkpoints([self.recipe])]
+        return [
+            fingerprint_file("checkpoint", self.recipe.checkpoint.manifest_file),
+            *fingerprint_weak_checkpoints([self.recipe]),
+        ]
 
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:

@@ -10,9 +10,9 @@ from checkpoints.start_checkpoint import lock_run_and_find_checkpoint, select_in
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
-from runtime.processes import SeenFile, see_file
+from runtime.processes import FileFingerprint, fingerprint_file
 from sampling.evaluator import open_reference
-from sampling.recipe import Recipe, see_weak_checkpoints
+from sampling.recipe import Recipe, fingerprint_weak_checkpoints
 from sampling.score import scoring_settings
 from training import tracking
 
@@ -43,15 +43,15 @@ class TrainPlan:
     def recipes(self) -> list[Recipe]:
         return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
 
-    def files_seen(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[SeenFile]:
+    def file_fingerprints(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
-        seen = [see_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
-        seen += see_weak_checkpoints(self.recipes)
+        seen = [fingerprint_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
+        seen += fingerprint_weak_checkpoints(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
-        seen += [SeenFile(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
+        seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         if (reference := self.reference) is not None:
-            seen.append(SeenFile("evaluation.reference", reference.path, reference.spot_check()))
+            seen.append(FileFingerprint("evaluation.reference", reference.path, reference.spot_check()))
         return seen
 
 

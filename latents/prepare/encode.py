@@ -32,9 +32,9 @@ from latents.prepare.encode_plan import (
     EncodeConfig,
     EncodePlan,
     check_settings,
+    fingerprint_inputs,
     image_reader,
     list_and_check_images,
-    list_seen_files,
     load_autoencoder,
     plan_shards,
 )
@@ -42,7 +42,7 @@ from latents.prepare.image_reader import hash_images, to_jpeg
 from latents.prepare.labelled_images import LabelledImages
 from latents.shards import LATENT_TENSORS, draw_latents, pack_images
 from runtime.machine import cores_per_process, start_accelerator
-from runtime.processes import check_new_file, check_same, gather_lists, on_main
+from runtime.processes import check_new_file, check_same_files, gather_lists, on_main
 
 # After shards are made, a removed image would move all later ones to other places in the shards.
 REPAIR_IN_SHARDS = "repair {}, or set on_error=skip (if you remove images, all later shards are made again)"
@@ -62,7 +62,7 @@ def encode(cfg: EncodeConfig) -> None:
     source = on_main(partial(list_and_check_images, cfg))
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
-    check_same(partial(list_seen_files, source, weights_hash, cfg))
+    check_same_files(partial(fingerprint_inputs, source, weights_hash, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
         source = select_images(source, cfg, accelerator)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.

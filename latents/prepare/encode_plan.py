@@ -22,7 +22,7 @@ from latents.prepare.labelled_images import LabelledImages, count_classes, descr
 from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder
 from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics
-from runtime.processes import SeenFile
+from runtime.processes import FileFingerprint
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     return vae
 
 
-def list_seen_files(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[SeenFile]:
+def fingerprint_inputs(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[FileFingerprint]:
     """Return what this process sees of the images and of the autoencoder's weights."""
-    weights = SeenFile("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
-    return [SeenFile("images", Path(cfg.images), source.hash(0, 1)), weights]
+    weights = FileFingerprint("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
+    return [FileFingerprint("images", Path(cfg.images), source.hash(0, 1)), weights]
 
 
 @dataclass(frozen=True)
