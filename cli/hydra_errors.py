@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from cli.hydra_setup import CONFIGS, compose_files, row_names
 from common.errors import UserError
-from configs.settings import GROUPS, flatten, nearest
+from configs.settings import GROUPS, did_you_mean, flatten
 
 NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
 # Packages whose errors concern the command line or a launcher's job, and have clear messages.
@@ -50,7 +50,7 @@ def explain_hydra_error(error: Exception, arguments: Iterable[str] = (), config_
         return NO_ROW
     if isinstance(error, MissingConfigException) and "Could not find 'experiment/" in text:
         row = error.missing_cfg_file.removeprefix("experiment/")
-        return f"experiment={row} is not in configs/experiment/ or --config-dir{nearest(row, row_names())}"
+        return f"experiment={row} is not in configs/experiment/ or --config-dir{did_you_mean(row, row_names())}"
     return text
 
 
@@ -89,7 +89,7 @@ def explain_unknown_key(unknown: str, arguments: Iterable[str], config_name: str
         return f"{unknown} is a key of guidance={' or '.join(methods)}; choose one of them in the command, too"
     known = known_keys(arguments, config_name)
     groups = [known_key.partition(".")[0] for known_key in known]
-    return f"{unknown} is not a key{nearest(unknown, [*known, *groups])}"
+    return f"{unknown} is not a key{did_you_mean(unknown, [*known, *groups])}"
 
 
 def guidance_keys() -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ def list_problems(problems: Sequence[str], remedy: str) -> str:
 
 
 @contextlib.contextmanager
-def name_key(key: str) -> Iterator[None]:
+def prefix_errors(key: str) -> Iterator[None]:
     """Prefix the message of a UserError in the `with` block with the key whose value caused it."""
     try:
         yield

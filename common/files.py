@@ -206,11 +206,11 @@ def append_line(path: Path, record: dict) -> None:
         raise UserError(f"cannot write {path}: {describe_write_error(path, e)}") from e
 
 
-def read_lines(path: Path, parse: Callable[[dict], Any] | None = None, level: int = logging.WARNING) -> Iterator[Any]:
+def read_lines(path: Path, parse: Callable[[dict], Any] | None = None, log_level: int = logging.WARNING) -> Iterator[Any]:
     """Yield the complete objects in a JSON-lines file. A missing file yields nothing.
 
     If `parse` is given, yield what it returns for each object. Objects for which it raises ValueError are left out, and one
-    message at the log level `level` names the file and the first line that was left out.
+    message at `log_level` names the file and the first line that was left out.
     """
     with as_user_error(path):
         content = regular_file(path).read_bytes() if path.exists() else b""
@@ -227,7 +227,7 @@ def read_lines(path: Path, parse: Callable[[dict], Any] | None = None, level: in
             yield record
     if left_out and parse is not None:
         more = f" ({len(left_out) - 1} other lines are left out, too)" if left_out[1:] else ""
-        log.log(level, "%s: %s%s", path, left_out[0], more)
+        log.log(log_level, "%s: %s%s", path, left_out[0], more)
 
 
 def read_json(path: Path) -> Any:

@@ -44,10 +44,10 @@ class LogHandler(logging.StreamHandler):
 
 @contextlib.contextmanager
 def log_if_slow(
-    log: logging.Logger, message: str, *args: object, after_sec: float | None = None, level: int = logging.INFO
+    log: logging.Logger, message: str, *args: object, after_sec: float | None = None, log_level: int = logging.INFO
 ) -> Iterator[None]:
     """Log `message` if the `with` block takes longer than `after_sec`, by default SLOW_SEC."""
-    timer = threading.Timer(SLOW_SEC if after_sec is None else after_sec, log.log, (level, message, *args))
+    timer = threading.Timer(SLOW_SEC if after_sec is None else after_sec, log.log, (log_level, message, *args))
     timer.daemon = True
     timer.start()
     try:

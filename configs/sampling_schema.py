@@ -28,13 +28,13 @@ from configs.schema import (
     Rounding,
     Sampler,
     Sampling,
-    SharedEvaluation,
+    SharedEvaluationSettings,
     TrainConfig,
     Weights,
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, flatten, resolve
+from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -170,19 +170,19 @@ class FidConfig(_Command):
         ):
             yield RecipeOverrides(sampler, SamplingOverrides(**dict(self.sampling) | chosen), guidance)
 
-    def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluation:
+    def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluationSettings:
         """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
         of_run = run_config.evaluation
         values = dict(of_run.at_step(step, run_config.train.num_steps))
         values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if resolve(self.evaluation, values, SharedEvaluation).owners_of_weights != of_run.owners_of_weights:
+        if complete_overrides(self.evaluation, values, SharedEvaluationSettings).owners_of_weights != of_run.owners_of_weights:
             values["detector_weights"] = None  # the run's file belongs to the run's detector
-        return resolve(self.evaluation, values, SharedEvaluation)
+        return complete_overrides(self.evaluation, values, SharedEvaluationSettings)
 
-    def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluation:
+    def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluationSettings:
         """Return the group evaluation for `number` images on disk, with the background that they state."""
         values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        return resolve(self.evaluation, values, SharedEvaluation)
+        return complete_overrides(self.evaluation, values, SharedEvaluationSettings)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""

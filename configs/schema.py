@@ -35,7 +35,7 @@ from common.roles import (
 )
 from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from configs.run_name import run_name
-from configs.settings import OneOrMany, Settings, as_list, flatten, nearest, validate
+from configs.settings import OneOrMany, Settings, as_list, did_you_mean, flatten, validate
 
 # Diffusion classes by diffusion.name. Each class has a `Sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
@@ -254,7 +254,7 @@ class Sampling(Settings):
     autoencoder: AutoencoderSpec | None
 
 
-class SharedEvaluation(Settings):
+class SharedEvaluationSettings(Settings):
     """The keys of the group evaluation that train.py and fid.py share."""
 
     num_samples: NumSamples
@@ -276,7 +276,7 @@ class SharedEvaluation(Settings):
         return small or {"inception"} & {*self.all_detectors}
 
 
-class EvaluationSettings(SharedEvaluation):
+class EvaluationSettings(SharedEvaluationSettings):
     every: NonNegativeInt | None
     final_num_samples: NumSamples | None
     validation: Text | None
@@ -332,7 +332,7 @@ class TrainConfig(Settings):
         name = self.model.backbone
         known = self.model.module.BACKBONES
         if name not in known:
-            raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{nearest(name, known)}")
+            raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{did_you_mean(name, known)}")
         return self
 
     @model_validator(mode="after")

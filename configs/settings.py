@@ -44,7 +44,7 @@ def fill_missing(settings: S, values: Mapping[str, object]) -> S:
     return settings.model_copy(update=filled)
 
 
-def resolve(overrides: Settings, values: Mapping[str, object], settings_class: type[S]) -> S:
+def complete_overrides(overrides: Settings, values: Mapping[str, object], settings_class: type[S]) -> S:
     """Return settings of `settings_class`: the `overrides`, with the value in `values` for every key that is None.
 
     They are validated already, and `settings_class` does not validate them again.
@@ -64,7 +64,7 @@ def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] =
         texts = _texts_for_numbers(e.errors(), raw, as_written)
         if not texts:
             known = {**flatten(raw), **settings_class.__pydantic_fields__}
-            messages = [_explain(error, raw, known) for error in e.errors()]
+            messages = [_describe_error(error, raw, known) for error in e.errors()]
             raise UserError("\n".join(dict.fromkeys(messages))) from e
     return validate(_replace(raw, texts), settings_class)
 
@@ -75,7 +75,7 @@ def _texts_for_numbers(errors: Iterable[dict], raw: dict, as_written: Mapping[st
     For name=2024_11_25, the text is what the user wrote, because Hydra's number is 20241125. For name=${seed}, it is the number
     that the interpolation gave.
     """
-    numbers = {_find(error, raw): error["input"] for error in errors if _is_number_for_text(error)}
+    numbers = {_key_of_error(error, raw): error["input"] for error in errors if _is_number_for_text(error)}
     written = {key: as_written[key] for key in numbers if key in as_written}
     return {key: str(numbers[key]) if has_interpolation(text) else text for key, text in written.items()}
 
@@ -93,7 +93,7 @@ def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
     }
 
 
-def _find(error: dict, raw: dict) -> str:
+def _key_of_error(error: dict, raw: dict) -> str:
     """Return the dotted key of pydantic's error. Union branches, which pydantic adds to the key's path, are omitted."""
     path: list[str] = []
     value = raw
@@ -107,13 +107,13 @@ def _find(error: dict, raw: dict) -> str:
     return ".".join(path)
 
 
-def _explain(error: dict, raw: dict, known: Iterable[str]) -> str:
+def _describe_error(error: dict, raw: dict, known: Iterable[str]) -> str:
     """Format the wrong key, its value and pydantic's message."""
-    key = _find(error, raw)
+    key = _key_of_error(error, raw)
     if error["type"] == "missing":
         return f"{key}.{error['loc'][-1]}= is missing".removeprefix(".")
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{key} is not a key{nearest(key, known)}"
+        return f"{key} is not a key{did_you_mean(key, known)}"
     if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
     if error["input"] is None:
@@ -146,18 +146,18 @@ def read_stored(raw: dict, settings_class: type[S], source: object) -> S:
         keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
         for error in e.errors():
             if error["type"] == "missing":
-                keys["missing keys"].append(f"{_find(error, raw)}.{error['loc'][-1]}".removeprefix("."))
+                keys["missing keys"].append(f"{_key_of_error(error, raw)}.{error['loc'][-1]}".removeprefix("."))
             elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                keys["unknown keys"].append(_find(error, raw))
+                keys["unknown keys"].append(_key_of_error(error, raw))
             else:
-                problems.append(_explain(error, raw, ()).replace("\n", "; "))
+                problems.append(_describe_error(error, raw, ()).replace("\n", "; "))
         problems = [f"{what}: {', '.join(names)}" for what, names in keys.items() if names] + problems
     if problems:
         raise UserError(f"{source} cannot be read: {'; '.join(dict.fromkeys(problems))}")
     return settings
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
+def did_you_mean(key: str, known: Iterable[str]) -> str:
     """Return up to three similar names as text, such as `; nearest: train.lr`. Names with the same end come first.
 
     The end of a key follows its last dot, and the whole `key` may be the end of a row's name, such as `table2_dit_b2`.

@@ -116,9 +116,9 @@ def lowest_figure(records: Iterable[Evaluation]) -> float | None:
     return min((next(iter(record.metrics.values())) for record in measured), default=None)
 
 
-def read_records(file: Path, level: int = logging.WARNING) -> list[Evaluation]:
-    """Return the records in a results.jsonl. Lines that are no records are left out with a message at the log level `level`."""
-    return list(read_lines(file, lambda line: validate(line, Evaluation), level))
+def read_records(file: Path, log_level: int = logging.WARNING) -> list[Evaluation]:
+    """Return the records in a results.jsonl. Lines that are no records are left out with a message at `log_level`."""
+    return list(read_lines(file, lambda line: validate(line, Evaluation), log_level))
 
 
 class Results:
@@ -179,8 +179,8 @@ class Results:
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
             size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
         if size != self._stored[0]:
-            level = logging.DEBUG if self._stored[0] else logging.WARNING  # warn once about lines that are not results
-            self._stored = size, read_records(self.file, level)
+            log_level = logging.DEBUG if self._stored[0] else logging.WARNING  # warn once about lines that are not results
+            self._stored = size, read_records(self.file, log_level)
         return self._stored[1] + self._unstored
 
     def find(self, planned: PlannedEvaluation) -> Evaluation | None:

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.errors import UserError, name_key
+from common.errors import UserError, prefix_errors
 from configs.schema import TrainConfig
 from evaluations.vit import Encoder
 from latents.dataset import LatentDataset
@@ -130,7 +130,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
     if encoder_patch is None:
         raise UserError(f"alignment.encoder={repa.encoder} does not give its patch size (_patch<N>_) in its name")
     size = int(encoder_patch[1]) * (cfg.data.input_size // sizes["patch_size"])  # image size with one patch per network token
-    with name_key("alignment.encoder, alignment.encoder_weights"):
+    with prefix_errors("alignment.encoder, alignment.encoder_weights"):
         encoder = Encoder(
             repa.encoder,
             repa.encoder_weights,

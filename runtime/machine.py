@@ -94,7 +94,7 @@ def reporting_connection(timeout: timedelta) -> Iterator[None]:
         return
     where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     rank = os.environ.get("RANK", "?")
-    slow = {} if rank == "0" else {"after_sec": 30.0, "level": logging.ERROR}  # other processes log only errors
+    slow = {} if rank == "0" else {"after_sec": 30.0, "log_level": logging.ERROR}  # other processes log only errors
     waiting = f"process {rank} waits for all WORLD_SIZE={size} processes at {where}"
     hint = "to start without a launcher, unset WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
     try:

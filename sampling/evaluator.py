@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.errors import UserError, as_user_error, name_key
+from common.errors import UserError, as_user_error, prefix_errors
 from common.files import hash_file
 from common.images import are_same_colour, differing_class
 from common.interruption import until_stopped
@@ -38,12 +38,12 @@ from sampling.sampler import ImageSampler
 log = logging.getLogger(__name__)
 
 
-def build_detectors(settings: schema.SharedEvaluation, accelerator: Accelerator) -> list[Detector]:
+def build_detectors(settings: schema.SharedEvaluationSettings, accelerator: Accelerator) -> list[Detector]:
     """Build the configured detectors on this process's device."""
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
-def hash_weights(settings: schema.SharedEvaluation) -> dict[str, str]:
+def hash_weights(settings: schema.SharedEvaluationSettings) -> dict[str, str]:
     """Return the hash of each configured weights file. Published weights have none."""
     hashes = {}
     for key in ("detector_weights", "dinov2_weights"):
@@ -53,7 +53,7 @@ def hash_weights(settings: schema.SharedEvaluation) -> dict[str, str]:
     return hashes
 
 
-def _build_detector(name: str, settings: schema.SharedEvaluation, accelerator: Accelerator) -> Detector:
+def _build_detector(name: str, settings: schema.SharedEvaluationSettings, accelerator: Accelerator) -> Detector:
     if name == "digits" or name.startswith("small-"):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 
@@ -105,7 +105,7 @@ def open_reference(
         raise UserError(f"{key}={path}: the training images were encoded with pad={pad}, but a folder is only cropped; {remedy}")
     if is_folder and encoded_with.get("grey"):
         log.warning("%s=%s: the training images were encoded with grey=true; colour images in a folder stay coloured", key, path)
-    with name_key(key):
+    with prefix_errors(key):
         images = open_image_set(path, crop=resolution if is_folder else None, background=background)
     for name in detectors:  # checked before the detectors download their weights
         if len(images) < 2 and name not in images.statistics:

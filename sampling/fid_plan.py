@@ -16,13 +16,13 @@ import torch
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resolve_checkpoint
-from common.errors import UserError, name_key
+from common.errors import UserError, prefix_errors
 from common.files import REPOSITORY
 from common.images import are_same_colour
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
-from configs.schema import Machine, SharedEvaluation
-from configs.settings import as_list, resolve
+from configs.schema import Machine, SharedEvaluationSettings
+from configs.settings import as_list, complete_overrides
 from evaluations.images import ImageSet
 from evaluations.record import Evaluation, PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
@@ -73,7 +73,7 @@ class FidPlan:
     sampler_keys: list[str]
     reference: ImageSet
     images: ImageSet | None
-    evaluation: SharedEvaluation
+    evaluation: SharedEvaluationSettings
     machine: Machine
     batch_size: int
 
@@ -120,7 +120,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
     recipes = choose_recipes(cfg, checkpoints)
     evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
     evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
-    machine = resolve(cfg.machine, dict(recipes[0].run_config.machine), Machine)
+    machine = complete_overrides(cfg.machine, dict(recipes[0].run_config.machine), Machine)
     check_compile_mode(machine.compile, device)
     reference = open_reference(
         evaluation.reference,
@@ -174,7 +174,7 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
         reference=reference,
         images=images,
         evaluation=evaluation,
-        machine=resolve(cfg.machine, {"compile": "none", "tf32": True}, Machine),
+        machine=complete_overrides(cfg.machine, {"compile": "none", "tf32": True}, Machine),
         batch_size=cfg.sampling.batch_size or 64,
     )
 
@@ -191,7 +191,7 @@ def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
 
 
 def open_images_to_evaluate(cfg: FidConfig) -> ImageSet:
-    with name_key("images"):
+    with prefix_errors("images"):
         images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
     if len(images) < 2:
         problem = "holds only one image, and a Frechet distance needs 2" if len(images) else "holds statistics but no images"
@@ -199,7 +199,7 @@ def open_images_to_evaluate(cfg: FidConfig) -> ImageSet:
     return images
 
 
-def check_images(images: ImageSet, path: str, evaluation: SharedEvaluation) -> None:
+def check_images(images: ImageSet, path: str, evaluation: SharedEvaluationSettings) -> None:
     """Raise UserError if images on disk were made with another background, or if there are too few."""
     if images.background is not None and not are_same_colour(images.background, evaluation.background):
         made = f"images={path} was made with background={images.background}"
@@ -241,7 +241,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
     return recipes
 
 
-def check_evaluations_agree(evaluations: Sequence[SharedEvaluation]) -> SharedEvaluation:
+def check_evaluations_agree(evaluations: Sequence[SharedEvaluationSettings]) -> SharedEvaluationSettings:
     """Return the group evaluation, which must be equal for all points, except num_samples."""
     first, *others = [{"evaluation": evaluation.model_dump(exclude={"num_samples"})} for evaluation in evaluations]
     for other in others:
@@ -270,7 +270,7 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
 
 
 def points_of_recipes(
-    recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluation], scoring: dict[str, object]
+    recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluationSettings], scoring: dict[str, object]
 ) -> list[FidPoint]:
     """Return the point of each recipe, without points that measure the same.
 

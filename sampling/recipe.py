@@ -20,7 +20,7 @@ from common.errors import UserError
 from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
-from configs.settings import resolve
+from configs.settings import complete_overrides
 from dit import DiT
 from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
@@ -69,7 +69,7 @@ class Recipe:
         run_config = checkpoint.config
         average = ema_hash = None
         sampler = sampler_of_run(run_config, overrides.sampler)
-        sampling = resolve(overrides.sampling, sampling_in_training(run_config), ResolvedSampling)
+        sampling = complete_overrides(overrides.sampling, sampling_in_training(run_config), ResolvedSampling)
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 

@@ -36,7 +36,7 @@ from common.progress import progress_bar
 from configs.differences import differences
 from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
 from configs.schema import Labels, Machine
-from configs.settings import nearest, read_stored, resolve
+from configs.settings import complete_overrides, did_you_mean, read_stored
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
@@ -88,7 +88,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run_config = checkpoint.config
     names = read_class_names(checkpoint)
-    machine = resolve(cfg.machine, dict(run_config.machine), Machine)
+    machine = complete_overrides(cfg.machine, dict(run_config.machine), Machine)
     check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
     classes = cfg.classes and class_numbers(cfg.classes, names, run_config.data.path)
@@ -142,7 +142,7 @@ def class_numbers(classes: list[int | str], names: list[str] | None, path: str |
             elif name in known:
                 numbers.append(known[name])
             else:
-                raise UserError(f"classes: no class has the name {name!r}{nearest(name, names)}")
+                raise UserError(f"classes: no class has the name {name!r}{did_you_mean(name, names)}")
     if len(set(numbers)) < len(numbers):
         raise UserError(f"classes={classes} repeats a class, or lists a class by number and by name")
     return numbers

@@ -19,7 +19,7 @@ from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler, draw_labels
 
 
-def scoring_settings(evaluation: schema.SharedEvaluation, reference: ImageSet) -> dict[str, object]:
+def scoring_settings(evaluation: schema.SharedEvaluationSettings, reference: ImageSet) -> dict[str, object]:
     """Return what the figures of images depend on besides the images, by the names in results."""
     return {
         "detector": "+".join(evaluation.all_detectors),
@@ -29,7 +29,9 @@ def scoring_settings(evaluation: schema.SharedEvaluation, reference: ImageSet) -
     }
 
 
-def settings_of_samples(recipe: Recipe, evaluation: schema.SharedEvaluation, scoring: dict[str, object]) -> dict[str, object]:
+def settings_of_samples(
+    recipe: Recipe, evaluation: schema.SharedEvaluationSettings, scoring: dict[str, object]
+) -> dict[str, object]:
     """Return what the figures of samples depend on besides the checkpoint, by the names in results.
 
     `scoring` are the `scoring_settings`.

@@ -149,7 +149,7 @@ def test_overrides_have_the_keys_of_their_groups_with_the_same_types():
 
     for overrides, group, listed_keys in (
         (sampling_schema.MachineOverrides, schema.Machine, set()),
-        (sampling_schema.EvaluationOverrides, schema.SharedEvaluation, set()),
+        (sampling_schema.EvaluationOverrides, schema.SharedEvaluationSettings, set()),
         (sampling_schema.SamplingOverrides, sampling_schema.ResolvedSampling, set()),
         (sampling_schema.SamplingSweep, sampling_schema.ResolvedSampling, {"weights", "ema_length"}),
     ):

@@ -14,7 +14,7 @@ from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
 from configs.differences import differences_for
 from configs.sampling_schema import parse_numbers, sampler_of_run
-from configs.settings import Settings, flatten, read_stored, resolve
+from configs.settings import Settings, complete_overrides, flatten, read_stored
 from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
@@ -139,7 +139,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     given, checkpoint = checked(["checkpoint=a"], "fid"), Checkpoint(Path("a"), "hash", last, run, {})
     (unguided, guided) = (recipe.Recipe.for_checkpoint(checkpoint, one) for one in given.all_recipe_overrides(run))
     assert [one.guidance for one in (unguided, guided)] == run.guidance
-    assert unguided.sampler == run.sampler and resolve(given.machine, dict(run.machine), schema.Machine) == run.machine
+    assert unguided.sampler == run.sampler and complete_overrides(given.machine, dict(run.machine), schema.Machine) == run.machine
     assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
     in_training = recipe.Recipe.in_training(run, run.guidance[0])
     assert unguided.result_settings() == in_training.result_settings() and unguided.sampling == in_training.sampling
@@ -164,7 +164,7 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
     evaluation = other.evaluation_of_run(run, 1)
     assert evaluation.num_samples == 7 and evaluation.detector_weights is None
-    assert resolve(other.machine, dict(run.machine), schema.Machine).tf32
+    assert complete_overrides(other.machine, dict(run.machine), schema.Machine).tf32
     same = checked(["checkpoint=a"], "fid")
     assert same.evaluation_of_run(run, 1).detector_weights == "x.safetensors"
     more = checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid")

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, name_key
+from common.errors import UserError, prefix_errors
 from common.images import are_same_colour, differing_class
 from common.progress import log_if_slow
 from configs import schema
@@ -25,7 +25,7 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
     if not Path(data.path).exists():
         raise UserError(f"data.path={data.path} does not exist")
-    with log_if_slow(log, "opening data.path=%s", data.path), name_key("data.path"):
+    with log_if_slow(log, "opening data.path=%s", data.path), prefix_errors("data.path"):
         dataset = LatentDataset(data.path)
     if dataset.height != dataset.width:
         raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
@@ -78,7 +78,7 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     if not cfg.evaluation.every:
         problem = "has no effect with evaluation.every=0; set evaluation.every"
         raise UserError(f"evaluation.validation={cfg.evaluation.validation} {problem}")
-    with name_key("evaluation.validation"):
+    with prefix_errors("evaluation.validation"):
         validation = LatentDataset(cfg.evaluation.validation)
     check_same_latents(validation, dataset)
     check_same_background(validation, dataset)
