@@ -103,23 +103,23 @@ def find_weights(spec: str) -> Path | None:
 
     Return None for autoencoders without weights.
     """
-    kind, _, source = spec.partition(":")
+    kind, _, location = spec.partition(":")
     if kind == "va-vae":
         from latents.va_vae import find_va_vae
 
-        return find_va_vae(source)
+        return find_va_vae(location)
     if kind != "sd-vae":
         return None
-    if Path(source).is_dir():
-        return Path(source)
+    if Path(location).is_dir():
+        return Path(location)
     otherwise = f"autoencoder={spec}: there is no such folder; give a folder, or a hub id that prepare_latents.py fetched"
-    return fetch_from_hub(source, *HUB_FILES, otherwise=otherwise)[0].parent
+    return fetch_from_hub(location, *HUB_FILES, otherwise=otherwise)[0].parent
 
 
 def hash_local_files(spec: str) -> str | None:
     """Return a hash of an autoencoder's files if `spec` names a local file or folder, whose content can change, or else None."""
-    source = spec.partition(":")[2]
-    if not source or not (path := Path(source)).exists():
+    location = spec.partition(":")[2]
+    if not location or not (path := Path(location)).exists():
         return None
     suffixes = (".json", ".safetensors", ".bin", ".pt")
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
@@ -146,12 +146,12 @@ def _scaling_of(config: dict) -> Scaling:
 
 def known_scaling(spec: str) -> Scaling | None:
     """Return how an autoencoder's latents are scaled without loading it, or None if this is unknown."""
-    kind, _, source = spec.partition(":")
+    kind, _, location = spec.partition(":")
     known = {"identity": Identity.scaling, "va-vae": Scaling(1.0, 16)}
-    if source in SD_VAES:
+    if location in SD_VAES:
         return Scaling(SD_SCALE, 8)
-    if kind == "sd-vae" and Path(source).is_dir():
-        return _scaling_of(read_json(Path(source) / HUB_FILES[0]))
+    if kind == "sd-vae" and Path(location).is_dir():
+        return _scaling_of(read_json(Path(location) / HUB_FILES[0]))
     return known.get(kind)
 
 

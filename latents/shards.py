@@ -186,13 +186,13 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(regular_file(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
 
 
-class _Open(pydantic.BaseModel):
+class _AllowsExtra(pydantic.BaseModel):
     """Base class that accepts unknown entries, which other programs may add, and converts no types."""
 
     model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
 
-class _EncodeSettings(_Open):
+class _EncodeSettings(_AllowsExtra):
     """Entries of a manifest's `settings` that this project reads. `convert` and other programs do not write them."""
 
     part: Part = "all"
@@ -203,12 +203,12 @@ class _EncodeSettings(_Open):
     value_range: Range | None = None
 
 
-class _LeftOut(_Open):
+class _LeftOut(_AllowsExtra):
     name: str
     problem: str
 
 
-class _Manifest(_Open):
+class _Manifest(_AllowsExtra):
     """Entries of a manifest that this project reads. Other programs may leave out those with a default."""
 
     shards: dict[str, str]

@@ -20,7 +20,7 @@ TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches com
 
 
 @dataclass(frozen=True)
-class TarItem:
+class TarMember:
     """A member of a tar archive and its label."""
 
     file: Path  # path of the tar archive
@@ -35,7 +35,7 @@ class TarItem:
             return f.read(self.size)
 
 
-def index_tars(path: Path, extensions: tuple[str, ...], is_labelled: bool = True) -> list[TarItem]:
+def index_tars(path: Path, extensions: tuple[str, ...], is_labelled: bool = True) -> list[TarMember]:
     """List the members with one of `extensions` in a tar, or in all tars below a folder, sorted by path. Labels are in <key>.cls.
 
     If `is_labelled` is false, no .cls is read, and all labels are 0.
@@ -79,7 +79,7 @@ def check_parts(path: Path, remedy: str) -> None:
         raise UserError(f"{path} holds tars of several parts of a data set ({examples}); give a folder with one part, {remedy}")
 
 
-def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[TarItem]:
+def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[TarMember]:
     members: dict[str, tuple[str, int, int]] = {}  # maps each key to (name, start, size)
     labels: dict[str, int] = {}
     known = (*extensions, *LABEL_EXTENSIONS) if is_labelled else extensions
@@ -108,4 +108,4 @@ def _index(file: Path, extensions: tuple[str, ...], is_labelled: bool) -> list[T
         raise UserError(f"{file} is damaged, or followed by another tar, at byte {tar.offset}: no end of the archive")
     if is_labelled and (unpaired := sorted(members.keys() ^ labels.keys())):
         raise UserError(f"{file}: the key {unpaired[0]} lacks its .cls, or its member of .{', .'.join(extensions)}")
-    return [TarItem(file, *member, labels.get(key, 0)) for key, member in members.items()]
+    return [TarMember(file, *member, labels.get(key, 0)) for key, member in members.items()]

@@ -33,13 +33,13 @@ LDM_TO_DIFFUSERS = (
 )
 
 
-def find_va_vae(source: str) -> Path:
-    """Return the weights file `source`, or the only .pt, .ckpt or .safetensors file in that folder."""
-    path = Path(source)
+def find_va_vae(location: str) -> Path:
+    """Return the weights file `location`, or the only .pt, .ckpt or .safetensors file in that folder."""
+    path = Path(location)
     files = [path] if path.is_file() else [f for f in path.glob("*") if f.suffix in (".pt", ".ckpt", ".safetensors")]
     files = [file for file in files if file.name != "latents_stats.pt"]  # LightningDiT publishes this file with the weights
     if len(files) != 1:
-        raise UserError(f"autoencoder=va-vae:{source} holds {len(files)} files of weights; give the path of one")
+        raise UserError(f"autoencoder=va-vae:{location} holds {len(files)} files of weights; give the path of one")
     return files[0]
 
 

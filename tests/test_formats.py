@@ -16,7 +16,7 @@ from test_webdataset import check, npy_members, sd_moments, write_tar
 from common.errors import UserError
 from latents.autoencoders import SD_SCALE, SD_VAE
 from latents.prepare import formats
-from latents.prepare.convert import ConvertConfig, resolve_header
+from latents.prepare.convert import ConvertConfig, resolve_shard_info
 from latents.prepare.formats import LatentSource, REPAFolder, open_latents
 
 
@@ -183,7 +183,7 @@ def test_lightningdit_latents_flips_and_labels_are_read(tmp_path, dtype):
         write_lightningdit(file, latents[part], labels[part], flips[part])
     source = open_latents(tmp_path)
     check(source, latents.float(), labels, flips.float())
-    assert source.channel_statistics is None and "latents_stats.pt, with which LightningDiT normalises" in source.note
+    assert source.channel_statistics is None and "latents_stats.pt, with which LightningDiT normalises" in source.log_message
 
 
 GOOD = {"latents": torch.zeros(2, 4, 4, 4), "latents_flip": torch.zeros(2, 4, 4, 4), "labels": torch.tensor([0, 1])}
@@ -264,7 +264,7 @@ def test_a_format_that_is_one_file_does_not_make_folders_of_other_formats_ambigu
 
 def test_a_setting_that_a_format_does_not_hold_is_asked_for_by_its_key(tmp_path):
     def describe(source, kind=None, scale=None, autoencoder=None, **keys):
-        return resolve_header(source, ConvertConfig("in", "out", kind, scale, autoencoder=autoencoder, **keys))
+        return resolve_shard_info(source, ConvertConfig("in", "out", kind, scale, autoencoder=autoencoder, **keys))
 
     write_tar(tmp_path / "a.tar", npy_members(sd_moments(2), [0, 1]))
     write_tar(tmp_path / "samples" / "a.tar", npy_members(sd_moments(2)[:, :4], [0, 1]))

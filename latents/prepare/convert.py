@@ -49,15 +49,15 @@ def convert(cfg: ConvertConfig) -> None:
     if any(Path(cfg.path).glob("[!.]*.tar")):
         check_parts(Path(cfg.path), "or rename the tars to use them together")
     source = open_latents(cfg.path)
-    log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.note)
-    info, scale = resolve_header(source, cfg)
+    log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.log_message)
+    info, scale = resolve_shard_info(source, cfg)
     log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
     settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
     read_jpeg = source.open_jpegs(info.resolution) if cfg.keep_images == "jpeg" else None
-    source_hash, num_items = source.hash(), len(source.labels)
+    items_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
-    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{source_hash} {start}", num_items, shard_size, dtype)
+    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", num_items, shard_size, dtype)
     for shard in progress_bar(folder.missing_shards(), unit="shards"):
         tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
@@ -67,7 +67,7 @@ def convert(cfg: ConvertConfig) -> None:
     folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 
-def resolve_header(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
+def resolve_shard_info(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:
     """Return the header of the shards and the scale of the stored values. The user's keys override the format's values.
 
     Raises UserError if a key is missing, or if the latents do not fit the keys.

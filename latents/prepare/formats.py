@@ -41,7 +41,7 @@ class LatentSource:
     kind: str | None = None  # `moments`, `sample`, or None if the format allows both
     scale: float | None = None  # factor that scaled the stored values, or None if the format allows any factor
     channel_statistics: tuple[list[float], list[float]] | None = None  # mean and std of each channel, if known
-    note = ""  # message from `_open` for the log
+    log_message = ""  # message from `_open` for the log
 
     def __init__(self, path: Path):
         self.path = path
@@ -222,10 +222,10 @@ class LightningDiTFolder(LatentSource):
             self.items += [(file, row) for row in range(len(labels[-1]))]
         self.labels = np.concatenate(labels).astype(np.int64, casting="safe")
         statistics = self.items[0][0].with_name("latents_stats.pt")
-        self.note = f"{statistics}, with which LightningDiT normalises, is missing; normalize=true measures the statistics"
+        self.log_message = f"{statistics}, with which LightningDiT normalises, is missing; normalize=true measures the statistics"
         if statistics.exists():
             self.channel_statistics = read_channel_statistics(statistics, len(self._load(0)[0]))
-            self.note = f"latents_mean and latents_std come from {statistics.name}"
+            self.log_message = f"latents_mean and latents_std come from {statistics.name}"
 
     def _load(self, index: int) -> list[np.ndarray]:
         file, row = self.items[index]

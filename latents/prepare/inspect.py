@@ -72,7 +72,7 @@ def inspect(
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
-    originals = None if images is None else SourceImages(dataset, images)
+    originals = None if images is None else OriginalImages(dataset, images)
     problems = find_problems(dataset, sigma_data, originals, decoder, device) + shared
     if is_drawn:
         draw_grid(file, dataset, decoder, device, originals)
@@ -82,7 +82,7 @@ def inspect(
 
 
 def draw_grid(
-    file: Path, dataset: LatentDataset, decoder: Autoencoder, device: torch.device, originals: SourceImages | None
+    file: Path, dataset: LatentDataset, decoder: Autoencoder, device: torch.device, originals: OriginalImages | None
 ) -> None:
     """Save a grid of 16 decoded latents, next to their images if these are known or stored. A write error is only logged."""
     items = evenly_spaced_items(len(dataset), 16)
@@ -102,7 +102,7 @@ def draw_grid(
         log.warning("%s; grid=<file> sets another file", e)
 
 
-class SourceImages:
+class OriginalImages:
     """The encoded images of a data set, which are read again from their folder or tars.
 
     Attributes:
@@ -112,28 +112,28 @@ class SourceImages:
     def __init__(self, dataset: LatentDataset, folder: str):
         """Find the images. Raises UserError if their number differs from the number of latents."""
         settings = dataset.encode_settings
-        source = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
+        images = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
         keys = ("background", "pad", "grey", "value_range")
         self._reader = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
         part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
         if part != "all" or duplicates == "skip":
-            hashes = hash_images(source, self._reader, range(len(source)), torch.get_num_threads())
-            source = source.select_part(hashes, part, duplicates)
+            hashes = hash_images(images, self._reader, range(len(images)), torch.get_num_threads())
+            images = images.select_part(hashes, part, duplicates)
         left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
-        self._source = source.select([i for i, name in enumerate(source.names) if name not in left_out])
-        self.names = self._source.names
+        self._images = images.select([i for i, name in enumerate(images.names) if name not in left_out])
+        self.names = self._images.names
         if len(self.names) != len(dataset):
             raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
 
     def read(self, item: int) -> ReadImage:
         """Read and crop an item's image."""
-        return self._reader(self._source, item)
+        return self._reader(self._images, item)
 
 
 def find_problems(
     dataset: LatentDataset,
     sigma_data: float = 0.5,
-    originals: SourceImages | None = None,
+    originals: OriginalImages | None = None,
     decoder: Autoencoder | None = None,
     device: torch.device | None = None,
 ) -> list[str]:
@@ -157,7 +157,7 @@ def find_problems(
         noun = "latents" if dataset.image_hashes is None else "images"
         in_class, in_other_class = _find_repeats(latents.hashes, dataset.labels.tolist())
         findings = {
-            "are constant": [_Finding(item) for item in latents.constant],
+            "are constant": [_FlaggedItem(item) for item in latents.constant],
             f"repeat {noun} of the class": in_class,
             f"equal {noun} of another class": in_other_class,
         }
@@ -257,14 +257,14 @@ def _are_constant(images: Tensor) -> Tensor:
     return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-class _Finding(NamedTuple):
+class _FlaggedItem(NamedTuple):
     """An item that is constant, or that equals another item."""
 
     item: int
     equals: int | None = None  # the other item
 
 
-def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_Finding], list[_Finding]]:
+def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_FlaggedItem], list[_FlaggedItem]]:
     """Return the items that equal an earlier item of their class, and the items that equal an item of another class."""
     _, group, count = np.unique(hashes, return_inverse=True, return_counts=True)
     items_of: dict[int, list[int]] = defaultdict(list)  # the items of each hash that occurs several times
@@ -279,14 +279,14 @@ def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_Finding]
         for item in items:
             label = labels[item]
             if item != first[label]:
-                in_class.append(_Finding(item, first[label]))
+                in_class.append(_FlaggedItem(item, first[label]))
             if lowest != highest:
-                in_other_class.append(_Finding(item, first[highest if label == lowest else lowest]))
+                in_other_class.append(_FlaggedItem(item, first[highest if label == lowest else lowest]))
     return in_class, in_other_class
 
 
 def _check_repeats(
-    dataset: LatentDataset, findings: Mapping[str, Sequence[_Finding]], noun: str, names: Sequence[str] | None
+    dataset: LatentDataset, findings: Mapping[str, Sequence[_FlaggedItem]], noun: str, names: Sequence[str] | None
 ) -> Iterator[str]:
     """Describe the classes with constant or repeated items. If they are at most FEW of a class, only log a warning.
 
@@ -296,7 +296,7 @@ def _check_repeats(
         names: Paths of the items' images, if they are known.
     """
     labels, num_items = dataset.labels.tolist(), np.bincount(dataset.labels)
-    found_in: dict[int, dict[str, list[_Finding]]] = defaultdict(dict)  # the findings of each class by kind
+    found_in: dict[int, dict[str, list[_FlaggedItem]]] = defaultdict(dict)  # the findings of each class by kind
     for kind, found in findings.items():
         for finding in sorted(found, key=lambda finding: finding.item):
             found_in[labels[finding.item]].setdefault(kind, []).append(finding)
@@ -347,7 +347,7 @@ def _check_standard_deviation(dataset: LatentDataset, sums: np.ndarray, sigma_da
 
 
 def _check_originals(
-    dataset: LatentDataset, originals: SourceImages, decoder: Autoencoder | None, device: torch.device | None
+    dataset: LatentDataset, originals: OriginalImages, decoder: Autoencoder | None, device: torch.device | None
 ) -> Iterator[str]:
     """Compare every latent with its image, by the stored hash and by `_are_different`."""
     info = dataset.info
@@ -365,7 +365,7 @@ def _check_originals(
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
         if info.autoencoder != "identity":  # `_read_all` finds constant pixels
-            constant += [_Finding(item) for item in items[_are_constant(from_uint8(pixels)).numpy()].tolist()]
+            constant += [_FlaggedItem(item) for item in items[_are_constant(from_uint8(pixels)).numpy()].tolist()]
     yield from _check_repeats(dataset, {"are constant": constant}, "images", originals.names)
     log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
     if different:

@@ -33,13 +33,13 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
         raise UserError(f"output={output} {'exists; give a new file' if Path(output).exists() else 'must end in .npz'}")
     if holds_shards(images) and resolution is not None:
         raise UserError(f"resolution={resolution} crops the images of a folder, but images={images} holds shards")
-    source = open_image_set(images, convert_to_rgb=True, crop=resolution, background=background or "white")
-    if background and source.background and not are_same_colour(background, source.background):
-        raise UserError(f"background={background}, but images={images} was made with background={source.background}")
-    pixels = (image for batch in read_ahead(source.batches(64)) for image in batch)
+    image_set = open_image_set(images, convert_to_rgb=True, crop=resolution, background=background or "white")
+    if background and image_set.background and not are_same_colour(background, image_set.background):
+        raise UserError(f"background={background}, but images={images} was made with background={image_set.background}")
+    pixels = (image for batch in read_ahead(image_set.batches(64)) for image in batch)
     with reporting_ctrl_c():
-        stored = source.labels, source.background or background, source.statistics, source.class_names
-        write_npz(Path(output), pixels, source.shape, *stored)
+        stored = image_set.labels, image_set.background or background, image_set.statistics, image_set.class_names
+        write_npz(Path(output), pixels, image_set.shape, *stored)
     log.info("wrote %s", output)
 
 

@@ -1,6 +1,6 @@
 """Write a folder of shards from one or several processes, and resume after an interruption.
 
-Shard k contains source items k * shard_size .. (k + 1) * shard_size - 1, except unreadable items. Each header stores the settings
+Shard k contains items k * shard_size .. (k + 1) * shard_size - 1, except unreadable items. Each header stores the settings
 and a hash of the items, so resuming requires only the shards. In a complete folder, manifest.json lists all shards.
 """
 
@@ -42,17 +42,17 @@ from latents.shards import (
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
-SHARD_SIZE = 4096  # number of source items per shard (64 MiB for moments of 256x256 images in float16)
+SHARD_SIZE = 4096  # number of items per shard (64 MiB for moments of 256x256 images in float16)
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to create from source items start .. stop - 1."""
+    """A shard to create from items start .. stop - 1."""
 
     file: Path
     start: int
     stop: int
-    source_hash: str  # hash of the source items
+    items_hash: str  # hash of the items
 
 
 class ShardFolder:
@@ -64,9 +64,9 @@ class ShardFolder:
         output: Folder for the shards.
         info: Header of the shards.
         settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
-        hash_items: Function (start, stop) that hashes source items start .. stop - 1. If the hash of a finished shard's items
+        hash_items: Function (start, stop) that hashes items start .. stop - 1. If the hash of a finished shard's items
             changes, the shard must be made again. If all hashes change, the folder holds another data set.
-        num_items, shard_size: Number of source items, in total and per shard.
+        num_items, shard_size: Number of items, in total and per shard.
         dtype: Data type of the stored latents.
 
     Attributes:
@@ -95,7 +95,7 @@ class ShardFolder:
             stop = min(start + shard_size, num_items)
             file = self.output / f"latents_{number:05d}.safetensors"
             self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
-        self._planned = {(shard.file, shard.source_hash): shard for shard in self.shards}
+        self._planned = {(shard.file, shard.items_hash): shard for shard in self.shards}
         self._check(self._read_provenance())  # before the lock, which writes a file
         read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
         self._lock = lock_file(self.lock_path, "writing to", "output")
@@ -140,7 +140,7 @@ class ShardFolder:
             stored["image_hashes"] = hash_latents(stored["latents"], self.info.kind)
         provenance = {
             "settings": self.settings,
-            "source": shard.source_hash,
+            "source": shard.items_hash,
             "left_out": list(left_out),
             "sums": channel_sums(stored["latents"], self.info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})
