@@ -13,7 +13,7 @@ from common.images import is_hidden, walk
 from common.progress import progress_bar
 
 LABEL_EXTENSIONS = ("cls", "cls.txt")
-# Words in names of files and folders, and the parts of a data set that they stand for.
+# Words in names of files and folders, and the splits of a data set that they stand for.
 SPLITS = {"train": "train", "training": "train", "val": "validation", "valid": "validation", "validation": "validation"}
 SPLITS |= {"test": "test", "testing": "test"}
 TAR_NAME = re.compile(r"\.(tar(\..*)?|tgz)$", re.IGNORECASE)  # also matches compressed tars, so that `index_tars` rejects them
@@ -63,16 +63,16 @@ def list_tars(path: Path) -> list[Path]:
     return tars
 
 
-def split_names(name: str) -> frozenset[str]:
-    """Return the parts of a data set that the words in a name stand for."""
+def splits_in_name(name: str) -> frozenset[str]:
+    """Return the splits of a data set that the words in a name stand for."""
     return frozenset(SPLITS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLITS)
 
 
-def check_parts(path: Path, remedy: str) -> None:
-    """Raise UserError if the names of the tars below `path` contain different parts of a data set, such as train and val."""
-    first: dict[frozenset[str], str] = {}  # the first tar for each set of parts that a name contains
+def check_single_split(path: Path, remedy: str) -> None:
+    """Raise UserError if the names of the tars below `path` contain different splits of a data set, such as train and val."""
+    first: dict[frozenset[str], str] = {}  # the first tar for each set of splits that a name contains
     for name in (tar.relative_to(path).as_posix() for tar in list_tars(path) if tar != path):
-        first.setdefault(split_names(name), name)
+        first.setdefault(splits_in_name(name), name)
     first.pop(frozenset(), None)
     if len(first) > 1:
         examples = ", ".join(first.values())

@@ -13,7 +13,7 @@ from conftest import Malicious
 from common.errors import UserError
 from latents.prepare.convert import ConvertConfig, convert
 from latents.prepare.formats import Tars
-from latents.tars import check_parts
+from latents.tars import check_single_split
 
 
 def sd_moments(num_items, size=4, seed=0):
@@ -106,11 +106,11 @@ def test_tars_of_several_parts_of_a_data_set_are_refused(tmp_path):
     ):
         words = f"several parts of a data set .{names[0]}, {names[1]}.; give a folder with one part, or"
         with pytest.raises(UserError, match=words):
-            check_parts(write(folder, *names), "or")
+            check_single_split(write(folder, *names), "or")
     with pytest.raises(UserError, match="several parts of a data set .*, or rename the tars to use them together"):
         convert(ConvertConfig(str(tmp_path / "a"), str(tmp_path / "out"), kind="moments"))
-    check_parts(write("d", "train-0.tar", "training/latest.tar", "more.tar"), "")
-    check_parts(write("e", "test-data/train-0.tar", "test-data/train-1.tar"), "")
+    check_single_split(write("d", "train-0.tar", "training/latest.tar", "more.tar"), "")
+    check_single_split(write("e", "test-data/train-0.tar", "test-data/train-1.tar"), "")
 
 
 def test_members_may_have_any_order_and_tars_may_be_in_subfolders(tmp_path):

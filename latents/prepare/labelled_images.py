@@ -31,7 +31,7 @@ from common.images import (
 from common.types import MAX_CLASSES
 from latents.dataset import evenly_spaced_items
 from latents.shards import Duplicates, Part
-from latents.tars import TAR_NAME, check_parts, index_tars, split_names
+from latents.tars import TAR_NAME, check_single_split, index_tars, splits_in_name
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _label(path: Path, names: list[str], label_by: str, problems: dict[str, str]
 
 def _open_tars(path: Path, label_by: str) -> LabelledImages:
     if label_by == "auto":
-        check_parts(path, "or set labels=first_level to use all")
+        check_single_split(path, "or set labels=first_level to use all")
     return TarImages(path, label_by != "none")
 
 
@@ -247,7 +247,7 @@ def _label_by_json(path: Path, names: list[str]) -> LabelledImages:
     return LabelledImages(path, [listed[i] for i in order], labels[order])
 
 
-MAX_PARTS = 6  # a data set with more first-level folders has classes there, such as "bullet train" and "test tube"
+MAX_SPLITS = 6  # a data set with more first-level folders has classes there, such as "bullet train" and "test tube"
 _EDM_NAME = re.compile(r"\d{5}/img\d{8}\.\w+")  # name of an image that EDM's dataset_tool.py wrote
 
 
@@ -279,8 +279,8 @@ def _check_class_folders(path: Path, names: list[str], folders: list[str]) -> No
     """Raise UserError if `folders`, which hold the images, are parts of a data set, at several depths, or of equal names."""
     first_level = sorted({folder.partition("/")[0] for folder in folders})
     by_depth = sorted(names, key=lambda name: name.count("/"))
-    if len({part for name in first_level for part in split_names(name)}) > 1 and len(first_level) <= MAX_PARTS:
-        part = next((name for name in first_level if "train" in split_names(name)), first_level[0])
+    if len({part for name in first_level for part in splits_in_name(name)}) > 1 and len(first_level) <= MAX_SPLITS:
+        part = next((name for name in first_level if "train" in splits_in_name(name)), first_level[0])
         held = f"{', '.join(first_level)}, which are parts of a data set; give images={path / part}"
     elif by_depth[0].count("/") < by_depth[-1].count("/"):
         held = f"images at several depths ({by_depth[0]}, {by_depth[-1]}); put all images into folders of one depth"
