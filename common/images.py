@@ -34,8 +34,8 @@ class Listing(NamedTuple):
     """Files below a folder. The paths are sorted, relative to the folder, and contain forward slashes."""
 
     images: list[str]  # files with a suffix in SUFFIXES
-    unread: list[str]  # files with the suffix of another image format
-    others: Counter[str]  # number of all other files by suffix
+    unsupported: list[str]  # files with the suffix of another image format
+    other_files: Counter[str]  # number of all other files by suffix
     problems: dict[str, str]  # path -> message
 
 
@@ -46,10 +46,10 @@ def list_images(folder: Path) -> Listing:
     devices.
     """
     images: list[str] = []
-    unread: list[str] = []
-    others: Counter[str] = Counter()
+    unsupported: list[str] = []
+    other_files: Counter[str] = Counter()
     reasons: dict[str, str] = {}
-    unread_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
+    unsupported_suffixes = {*Image.registered_extensions(), *OTHER_SUFFIXES} - {*SUFFIXES}
     for name, entry in walk(folder, reasons):
         suffix = os.path.splitext(name)[1].lower()
         if suffix in SUFFIXES:
@@ -58,12 +58,12 @@ def list_images(folder: Path) -> Listing:
                 reasons[name] = f"cannot be read: {NOT_A_FILE}"
         elif is_broken_link(entry):  # it may stand for a folder
             reasons[name] = "is a broken link"
-        elif suffix in unread_suffixes:
-            unread.append(name)
+        elif suffix in unsupported_suffixes:
+            unsupported.append(name)
         else:
-            others[suffix or "no suffix"] += 1
+            other_files[suffix or "no suffix"] += 1
     described = {name: f"{name or str(folder)[:200]} {reasons[name]}" for name in sorted(reasons)}
-    return Listing(sorted(images), sorted(unread), others, described)
+    return Listing(sorted(images), sorted(unsupported), other_files, described)
 
 
 def walk(folder: Path, problems: dict[str, str]) -> Iterator[tuple[str, os.DirEntry]]:

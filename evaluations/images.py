@@ -115,7 +115,7 @@ class ImageFolder:
         self.files = [self.path / name for name in listed.images if name not in grids]
         if not self.files:
             raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)})")
-        if others := listed.others + Counter(Path(name).suffix for name in [*listed.unread, *grids]):
+        if others := listed.other_files + Counter(Path(name).suffix for name in [*listed.unsupported, *grids]):
             left_out = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(5))
             log.info("%s: %d images are read; %d other files are not: %s", self.path, len(self.files), others.total(), left_out)
         matches = [SAMPLE_NAME.match(file.name) for file in self.files] if sampled else [None]

@@ -72,7 +72,7 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "unread": source.unread}
+    entries = {"source": cfg.images, "unread": source.unsupported}
     on_main(partial(plan.folder.finish, source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
 
 

@@ -81,7 +81,7 @@ class LabelledImages:
         labels: Class labels [N] in int64.
         all_labels: The labels of all images from which `select` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
-        unread: Image files in the folder whose format `encode` does not support.
+        unsupported: Image files in the folder whose format `encode` does not support.
         problems: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
     """
 
@@ -90,7 +90,7 @@ class LabelledImages:
         self.names = names
         self.class_names = class_names
         self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
-        self.unread: list[str] = []
+        self.unsupported: list[str] = []
         self.problems: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -201,7 +201,7 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     _log_left_out(path, listed)
-    images.unread, images.problems = listed.unread, listed.problems
+    images.unsupported, images.problems = listed.unsupported, listed.problems
     return images
 
 
@@ -222,13 +222,13 @@ def _open_tars(path: Path, label_by: str) -> LabelledImages:
 
 
 def _log_left_out(path: Path, listed: Listing) -> None:
-    if listed.unread:
+    if listed.unsupported:
         message = "%s: %d images are not read, %s first (%s); encode reads %s"
-        counts = _count(Path(name).suffix.lower() for name in listed.unread)
-        log.warning(message, path, len(listed.unread), listed.unread[0], counts, ", ".join(SUFFIXES))
-    if listed.images and listed.others:
-        counts = _count(listed.others.elements())
-        log.info("%s: %d files that are not images are left out (%s)", path, listed.others.total(), counts)
+        counts = _count(Path(name).suffix.lower() for name in listed.unsupported)
+        log.warning(message, path, len(listed.unsupported), listed.unsupported[0], counts, ", ".join(SUFFIXES))
+    if listed.images and listed.other_files:
+        counts = _count(listed.other_files.elements())
+        log.info("%s: %d files that are not images are left out (%s)", path, listed.other_files.total(), counts)
 
 
 def _count(values: Iterable[str]) -> str:
