@@ -59,35 +59,35 @@ def encode(cfg: EncodeConfig) -> None:
     # Use a long timeout, because processes that finish early wait for the slowest process.
     accelerator = start_accelerator(cfg.cpu_threads, tf32=cfg.tf32, timeout=timedelta(days=7))
     # Only the main process lists the images, so that the others do not look up every file on a shared disk.
-    source = on_main(partial(list_and_check_images, cfg))
+    images = on_main(partial(list_and_check_images, cfg))
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
-    check_same_files(partial(fingerprint_inputs, source, weights_hash, cfg))
+    check_same_files(partial(fingerprint_inputs, images, weights_hash, cfg))
     if cfg.part != "all" or cfg.duplicates == "skip":
-        source = select_images(source, cfg, accelerator)
+        images = select_images(images, cfg, accelerator)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    plan = on_main(partial(plan_shards, source, vae, weights_hash, cfg))
+    plan = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
     check_new_file("output", plan.folder.lock_path)
-    unreadable = plan.unreadable + gather_lists(encode_images(plan, source, vae, cfg, accelerator))
+    unreadable = plan.unreadable + gather_lists(encode_images(plan, images, vae, cfg, accelerator))
     # The error comes after every process has made its shards, because it ends all processes.
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "unread": source.unsupported}
-    on_main(partial(plan.folder.finish, source.class_names, cfg.normalize, cfg.sigma_data, source.problems, **entries))
+    entries = {"source": cfg.images, "unread": images.unsupported}
+    on_main(partial(plan.folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
 
 
-def select_images(source: LabelledImages, cfg: EncodeConfig, accelerator: Accelerator) -> LabelledImages:
+def select_images(images: LabelledImages, cfg: EncodeConfig, accelerator: Accelerator) -> LabelledImages:
     """Return the images that `part` and `duplicates` select. Every process hashes a share of the images."""
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    share = range(len(source) * rank // num_processes, len(source) * (rank + 1) // num_processes)
-    hashes = gather_lists(hash_images(source, image_reader(cfg), share, cfg.num_workers))
-    return source.select_part(hashes, cfg.part, cfg.duplicates)
+    share = range(len(images) * rank // num_processes, len(images) * (rank + 1) // num_processes)
+    hashes = gather_lists(hash_images(images, image_reader(cfg), share, cfg.num_workers))
+    return images.select_part(hashes, cfg.part, cfg.duplicates)
 
 
-class _Item(NamedTuple):
+class _ReadableImage(NamedTuple):
     """A readable image, without its pixels."""
 
-    index: int  # index of the image in the source
+    index: int  # index of the image in the `LabelledImages`
     label: int
     image_hash: int
     notes: list[str]  # see `ReadImage`
@@ -97,28 +97,28 @@ class _Item(NamedTuple):
 class _Batch(NamedTuple):
     """A batch of images of one shard."""
 
-    items: list[_Item]  # the readable images
+    items: list[_ReadableImage]  # the readable images
     pixels: Tensor  # cropped pixels of `items`, uint8 [b, H, W, 3]
-    left_out: list[dict]  # {"name", "problem"} for each unreadable image
+    unreadable: list[dict]  # {"name", "problem"} for each unreadable image
 
 
-def _read_batch(source: LabelledImages, cfg: EncodeConfig, indices: Sequence[int], pin_memory: bool = False) -> _Batch:
+def _read_batch(images: LabelledImages, cfg: EncodeConfig, indices: Sequence[int], pin_memory: bool = False) -> _Batch:
     """Read and crop a batch. `pin_memory` puts the pixels into pinned memory, from which a copy to the GPU does not block."""
     read_image = image_reader(cfg)
-    items: list[_Item] = []
+    items: list[_ReadableImage] = []
     pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)
-    left_out: list[dict] = []
+    unreadable: list[dict] = []
     for index in indices:
         try:
-            image = read_image(source, index)
+            image = read_image(images, index)
         except UserError as e:
-            left_out.append({"name": source.names[index], "problem": str(e)})
+            unreadable.append({"name": images.names[index], "problem": str(e)})
             continue
         pixels[len(items)] = image.pixels
         jpeg = to_jpeg(image.pixels) if cfg.keep_images == "jpeg" else None
-        items.append(_Item(index, int(source.labels[index]), image.image_hash, image.notes, jpeg))
+        items.append(_ReadableImage(index, int(images.labels[index]), image.image_hash, image.notes, jpeg))
     readable = torch.from_numpy(pixels[: len(items)])
-    return _Batch(items, readable.pin_memory() if pin_memory else readable, left_out)
+    return _Batch(items, readable.pin_memory() if pin_memory else readable, unreadable)
 
 
 class _ShardContent:
@@ -129,16 +129,16 @@ class _ShardContent:
         keep_images: Whether to store the images as JPEG files.
 
     Attributes:
-        left_out: {"name", "problem"} for each unreadable image.
+        unreadable: {"name", "problem"} for each unreadable image.
     """
 
     def __init__(self, no_latents: dict[str, Tensor], keep_images: bool):
-        self.left_out: list[dict] = []
-        self._items: list[_Item] = []
+        self.unreadable: list[dict] = []
+        self._items: list[_ReadableImage] = []
         self._latents = [no_latents]  # one entry per batch, after this one
         self._keep_images = keep_images
 
-    def add(self, items: list[_Item], latents: dict[str, Tensor]) -> None:
+    def add(self, items: list[_ReadableImage], latents: dict[str, Tensor]) -> None:
         """Add a batch of images with their latents [b, C or 2C, h, w], which the device may still be computing."""
         self._latents[-1] = {name: tensor.cpu() for name, tensor in self._latents[-1].items()}  # runs while the device encodes
         self._latents.append(latents)
@@ -157,7 +157,7 @@ class _ShardContent:
 
 
 def encode_images(
-    plan: EncodePlan, source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
+    plan: EncodePlan, images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
 ) -> list[dict]:
     """Encode this process's share of the missing shards and write them. Return the unreadable images.
 
@@ -171,20 +171,20 @@ def encode_images(
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
-    batches = map_ahead(partial(_read_batch, source, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
+    batches = map_ahead(partial(_read_batch, images, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         previous: Future[None] | None = None  # the write of the previous shard
         for shard in shards:
             num_batches = len(range(shard.start, shard.stop, batch_size))
             content = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
-            if content.left_out and cfg.on_error == "stop":
-                unreadable += content.left_out
+            if content.unreadable and cfg.on_error == "stop":
+                unreadable += content.unreadable
                 continue
             tensors = content.tensors()
             if previous is not None:
                 previous.result()  # at most one shard is queued
-            previous = pool.submit(plan.folder.write, shard, tensors, content.left_out, content.notes())
+            previous = pool.submit(plan.folder.write, shard, tensors, content.unreadable, content.notes())
         if previous is not None:
             previous.result()  # raises the error of the last write
     return unreadable
@@ -196,10 +196,10 @@ def _encode_shard(
     """Encode the batches of a shard. With on_error=stop, add nothing after the first unreadable image."""
     content = _ShardContent(_no_latents(vae, cfg), cfg.keep_images == "jpeg")
     for batch in batches:
-        content.left_out += batch.left_out
-        if batch.items and not (content.left_out and cfg.on_error == "stop"):
+        content.unreadable += batch.unreadable
+        if batch.items and not (content.unreadable and cfg.on_error == "stop"):
             content.add(batch.items, _encode(batch, vae, cfg, device))
-        bar.update(len(batch.items) + len(batch.left_out))
+        bar.update(len(batch.items) + len(batch.unreadable))
     return content
 
 

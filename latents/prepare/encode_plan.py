@@ -90,17 +90,17 @@ def check_settings(cfg: EncodeConfig) -> None:
 
 def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
     """List the images. If there are problems and on_error=stop, raise UserError, which also names unreadable images."""
-    source = open_labelled_images(cfg.images, cfg.labels)
-    if source.problems and cfg.on_error == "stop":
-        problems = dict.fromkeys([*source.problems.values(), *find_unreadable(source, cfg)])
+    images = open_labelled_images(cfg.images, cfg.labels)
+    if images.problems and cfg.on_error == "stop":
+        problems = dict.fromkeys([*images.problems.values(), *find_unreadable(images, cfg)])
         raise UserError(f"images={cfg.images}: {list_problems([*problems], REPAIR)}")
-    return source
+    return images
 
 
-def find_unreadable(source: LabelledImages, cfg: EncodeConfig) -> list[str]:
+def find_unreadable(images: LabelledImages, cfg: EncodeConfig) -> list[str]:
     """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
-    num_images = min(len(source), NUM_CHECKED)
-    errors = map_ahead(functools.partial(image_reader(cfg).error_of, source), range(num_images), cfg.num_workers)
+    num_images = min(len(images), NUM_CHECKED)
+    errors = map_ahead(functools.partial(image_reader(cfg).error_of, images), range(num_images), cfg.num_workers)
     return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
 
 
@@ -115,10 +115,10 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
     return vae
 
 
-def fingerprint_inputs(source: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[FileFingerprint]:
+def fingerprint_inputs(images: LabelledImages, weights_hash: str, cfg: EncodeConfig) -> list[FileFingerprint]:
     """Return what this process sees of the images and of the autoencoder's weights."""
     weights = FileFingerprint("autoencoder", Path(cfg.autoencoder.partition(":")[2]), weights_hash)
-    return [FileFingerprint("images", Path(cfg.images), source.hash(0, 1)), weights]
+    return [FileFingerprint("images", Path(cfg.images), images.hash(0, 1)), weights]
 
 
 @dataclass(frozen=True)
@@ -136,45 +136,45 @@ class EncodePlan:
     unreadable: list[dict]
 
 
-def plan_shards(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> EncodePlan:
+def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> EncodePlan:
     """Lock the output folder, rename shards that are out of date, and find the missing shards.
 
     A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have left
     out images that are still unreadable.
     """
-    folder = open_folder(source, vae, weights_hash, cfg)
+    folder = open_folder(images, vae, weights_hash, cfg)
     read_image = image_reader(cfg)
     readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
     unreadable: list[dict] = []
     for shard, names in folder.left_out.items():
-        errors = {i: read_image.error_of(source, i) for i in range(shard.start, shard.stop) if source.names[i] in names}
-        if now := [source.names[i] for i, error in errors.items() if error is None]:
+        errors = {i: read_image.error_of(images, i) for i in range(shard.start, shard.stop) if images.names[i] in names}
+        if now := [images.names[i] for i, error in errors.items() if error is None]:
             readable[shard] = now[0]
         if cfg.on_error == "stop":
-            unreadable += [{"name": source.names[i], "problem": error} for i, error in errors.items() if error is not None]
+            unreadable += [{"name": images.names[i], "problem": error} for i, error in errors.items() if error is not None]
     if not unreadable:  # a command that ends with an error makes no shard again
         folder.rename_incomplete(readable)
     missing, num_classes = folder.missing_shards(), folder.info.num_classes
-    log.info("%d images in %d classes; %d of %d shards to make", len(source), num_classes, len(missing), len(folder.shards))
+    log.info("%d images in %d classes; %d of %d shards to make", len(images), num_classes, len(missing), len(folder.shards))
     return EncodePlan(folder, missing, unreadable)
 
 
-def open_folder(source: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
-    info = describe_shards(source, vae, cfg)
+def open_folder(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
+    info = plan_shard_info(images, vae, cfg)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    return ShardFolder(cfg.output, info, settings, source.hash, len(source), cfg.shard_size, cfg.dtype)
+    return ShardFolder(cfg.output, info, settings, images.hash, len(images), cfg.shard_size, cfg.dtype)
 
 
-def describe_shards(source: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:
+def plan_shard_info(images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:
     """Return the header of the shards, and log the classes. The user's statistics replace the autoencoder's own.
 
     Raises UserError if labels, `num_classes` or `latents_stats` do not fit.
     """
-    num_classes = count_classes(source.all_labels, cfg.num_classes, source.class_names)
-    log.info("%s", describe_classes(source))
+    num_classes = count_classes(images.all_labels, cfg.num_classes, images.class_names)
+    log.info("%s", describe_classes(images))
     scale_factor, _, mean, std = vae.scaling
     if cfg.latents_stats:
         scale_factor = 1.0
