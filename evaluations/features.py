@@ -109,7 +109,7 @@ def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
-def extract(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
+def extract_features(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:
     """Compute each detector's features for all batches (uint8 [b, H, W, 3]) in one pass, and return the features on the CPU.
 
     Raises UserError if a feature is not finite.
@@ -147,7 +147,7 @@ def features_of_images(
     total = -(-len(items) // batch_size)
     desc = f"features of {images.path.name}"
     bar = progress_bar(batches, total=total, desc=desc, unit="batch", leave=False, disable=not show_progress)
-    return extract(detectors, bar)
+    return extract_features(detectors, bar)
 
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:

@@ -1,7 +1,7 @@
 """Metrics as pure functions of features.
 
 Shapes use N for samples, D for features and C for classes. Frechet distances and scores are computed in float64, and nearest
-neighbours in the precision of the features. All features must be finite, which `features.extract` checks.
+neighbours in the precision of the features. All features must be finite, which `features.extract_features` checks.
 """
 
 from __future__ import annotations

@@ -70,13 +70,15 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         evaluation_sec: float,
         cost: dict[str, float] | None = None,
         by_level: list[float | None] | None = None,
-    ) -> Evaluation:
-        """Return the record of this evaluation. The arguments are fields of `Evaluation`."""
+    ) -> EvaluationRecord:
+        """Return the record of this evaluation. The arguments are fields of `EvaluationRecord`."""
         figures = {"metrics": metrics, "cost": cost or {}, "by_level": by_level or [], "evaluation_sec": evaluation_sec}
-        return Evaluation.model_construct(**dict(self), **figures)  # without checks, because a loss that diverged may be NaN
+        return EvaluationRecord.model_construct(
+            **dict(self), **figures
+        )  # without checks, because a loss that diverged may be NaN
 
 
-class Evaluation(PlannedEvaluation):
+class EvaluationRecord(PlannedEvaluation):
     """The record of an evaluation: what it measures, and its figures.
 
     Attributes:
@@ -109,16 +111,16 @@ class Evaluation(PlannedEvaluation):
         return self.checkpoint == planned.checkpoint
 
 
-def lowest_figure(records: Iterable[Evaluation]) -> float | None:
+def lowest_figure(records: Iterable[EvaluationRecord]) -> float | None:
     """Return the first metric of the record where it is lowest. Losses on held-out latents count only if nothing else does."""
     measured = [record for record in records if record.metrics]
     measured = [record for record in measured if record.of_samples] or measured
     return min((next(iter(record.metrics.values())) for record in measured), default=None)
 
 
-def read_records(file: Path, log_level: int = logging.WARNING) -> list[Evaluation]:
+def read_records(file: Path, log_level: int = logging.WARNING) -> list[EvaluationRecord]:
     """Return the records in a results.jsonl. Lines that are no records are left out with a message at `log_level`."""
-    return list(read_lines(file, lambda line: validate(line, Evaluation), log_level))
+    return list(read_lines(file, lambda line: validate(line, EvaluationRecord), log_level))
 
 
 class Results:
@@ -136,8 +138,11 @@ class Results:
         self.folder, self.run_folder, self._is_optional = folder, run_folder, is_optional
         self.file = folder / "results.jsonl"
         self._is_writable = True
-        self._stored: tuple[int, list[Evaluation]] = (0, [])  # the size of results.jsonl when it was read last, and its records
-        self._unstored: list[Evaluation] = []  # records that could not be written
+        self._stored: tuple[int, list[EvaluationRecord]] = (
+            0,
+            [],
+        )  # the size of results.jsonl when it was read last, and its records
+        self._unstored: list[EvaluationRecord] = []  # records that could not be written
 
     @property
     def reference_cache(self) -> Path:
@@ -173,7 +178,7 @@ class Results:
             raise UserError(f"cannot write to {self.folder}: {describe_write_error(self.folder, e)}") from e
 
     @property
-    def records(self) -> list[Evaluation]:
+    def records(self) -> list[EvaluationRecord]:
         """All records, also those that other processes have stored by now."""
         size = 0
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
@@ -183,7 +188,7 @@ class Results:
             self._stored = size, read_records(self.file, log_level)
         return self._stored[1] + self._unstored
 
-    def find(self, planned: PlannedEvaluation) -> Evaluation | None:
+    def find(self, planned: PlannedEvaluation) -> EvaluationRecord | None:
         """Return the record of an evaluation, or None if it is still to do."""
         is_own = self.run_folder is not None and self.run_folder.name == planned.run
         return next((record for record in self.records if record.has_figures_of(planned, is_in_run_folder=is_own)), None)
@@ -203,7 +208,7 @@ class Results:
                         path.unlink()
             yield
 
-    def add(self, record: Evaluation) -> None:
+    def add(self, record: EvaluationRecord) -> None:
         """Append a record, unless another process has stored this evaluation by now."""
 
         def append() -> None:

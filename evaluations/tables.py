@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from common.files import write_atomically
 from evaluations.metrics import standard_error
-from evaluations.record import Evaluation, PlannedEvaluation, Results
+from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
 from evaluations.result_settings import HASHES, ranking_group
 from evaluations.suite import format_metric
 
@@ -24,7 +24,7 @@ def columns_of(record: PlannedEvaluation) -> dict[str, object]:
     return {name: value for name, value in {"run": record.run, "step": record.step}.items() if value is not None} | settings
 
 
-def hashes_of(record: Evaluation) -> dict[str, str | None]:
+def hashes_of(record: EvaluationRecord) -> dict[str, str | None]:
     """Return the hashes that results.csv shows, and the other tables only where lines would look the same."""
     return {"checkpoint": record.checkpoint} | {name: record.settings.get(name) for name in HASHES}
 
@@ -35,24 +35,26 @@ class ResultsTable:
     Args:
         records: Evaluations of samples or images, in the order of the rows.
         columns: What each record measures (see `columns_of`).
-        plotted: Metric by which comparable rows are ranked. The lowest value is marked with `*`, and values that do not differ
-            significantly from it with `~`. A `?` says that standard errors are missing to tell.
+        primary_metric: Metric by which comparable rows are ranked. The lowest value is marked with `*`, and values that do not
+            differ significantly from it with `~`. A `?` says that standard errors are missing to tell.
     """
 
-    def __init__(self, records: Sequence[Evaluation], columns: Sequence[Mapping[str, object]], plotted: str):
-        self.records, self.columns, self.plotted = records, [dict(row) for row in columns], plotted
+    def __init__(self, records: Sequence[EvaluationRecord], columns: Sequence[Mapping[str, object]], primary_metric: str):
+        self.records, self.columns, self.primary_metric = records, [dict(row) for row in columns], primary_metric
         self.metrics = {name for record in records for name in record.metrics}
-        ranked: dict[tuple, list[Evaluation]] = {}
+        ranked: dict[tuple, list[EvaluationRecord]] = {}
         groups = [ranking_group(record.settings) for record in records]
         for record, group in zip(records, groups):
-            ranked.setdefault(group, []).extend([record] if plotted in record.metrics else [])
+            ranked.setdefault(group, []).extend([record] if primary_metric in record.metrics else [])
         self.marks = [self._mark(record, ranked[group]) for record, group in zip(records, groups)]
 
-    def _mark(self, record: Evaluation, ranked: Sequence[Evaluation]) -> str:
-        best = min(ranked, key=lambda other: other.metrics[self.plotted], default=record)
+    def _mark(self, record: EvaluationRecord, ranked: Sequence[EvaluationRecord]) -> str:
+        best = min(ranked, key=lambda other: other.metrics[self.primary_metric], default=record)
         if len(ranked) < 2 or record is best:
             return "*" if len(ranked) > 1 else ""
-        return {True: "", False: "~", None: "?"}[differ(record, best, self.plotted)] if self.plotted in record.metrics else ""
+        if self.primary_metric not in record.metrics:
+            return ""
+        return {True: "", False: "~", None: "?"}[differ_significantly(record, best, self.primary_metric)]
 
     def csv(self) -> str:
         """Format all settings, figures, standard errors, costs and hashes as CSV."""
@@ -90,7 +92,7 @@ class ResultsTable:
         cells = self.cells()
         text = markdown_table(list(cells), list(zip(*cells.values())))
         if any(self.marks):
-            text += f"\n`*`: the lowest {self.plotted} of equal evaluations; `~`: not significantly above the lowest (95%)"
+            text += f"\n`*`: the lowest {self.primary_metric} of equal evaluations; `~`: not significantly above the lowest (95%)"
             text += "; `?`: not known without standard errors, which only fid.py computes\n" if "?" in self.marks else "\n"
         return text
 
@@ -104,18 +106,20 @@ class ResultsTable:
 
     def plot(self) -> bytes | None:
         """Plot the metric with standard errors (PNG), or return None if fewer than two records have the metric."""
-        found = [(row, r) for row, r in zip(self.columns, self.records) if self.plotted in r.metrics]
+        found = [(row, r) for row, r in zip(self.columns, self.records) if self.primary_metric in r.metrics]
         if len(found) < 2:
             return None
         rows, records = zip(*found)
-        values = [record.metrics[self.plotted] for record in records]
-        errors = [standard_error(record.jackknife.get(self.plotted) or [0.0]) for record in records]
+        values = [record.metrics[self.primary_metric] for record in records]
+        errors = [standard_error(record.jackknife.get(self.primary_metric) or [0.0]) for record in records]
         numbers = sorted({record.settings["num_samples"] for record in records})
-        label = f"{self.plotted} of {' and '.join(f'{number:,}' for number in numbers)} samples"
+        label = f"{self.primary_metric} of {' and '.join(f'{number:,}' for number in numbers)} samples"
         return plot(rows, values, errors, label)
 
 
-def write_tables(results: Results, measured: Sequence[tuple[PlannedEvaluation, Mapping[str, object]]], plotted: str) -> None:
+def write_tables(
+    results: Results, measured: Sequence[tuple[PlannedEvaluation, Mapping[str, object]]], primary_metric: str
+) -> None:
     """Write all evaluations of samples in a folder to results.csv and results.md, and plot those in `measured` in results.png.
 
     `measured` holds the command's evaluations and what they measure. The tables list them in this order, at the places that their
@@ -132,16 +136,16 @@ def write_tables(results: Results, measured: Sequence[tuple[PlannedEvaluation, M
                 rows[place] = row
             if not rows:  # a later command would not know whose the files are
                 return
-            table = ResultsTable(*zip(*rows), plotted)
+            table = ResultsTable(*zip(*rows), primary_metric)
             write_atomically(results.folder / "results.csv", table.csv())
             write_atomically(results.folder / "results.md", table.markdown())
-            if picture := ResultsTable(*zip(*found), plotted).plot() if found else None:
+            if picture := ResultsTable(*zip(*found), primary_metric).plot() if found else None:
                 write_atomically(results.folder / "results.png", picture)
 
     results.write_or_warn(write)
 
 
-def differ(record: Evaluation, other: Evaluation, metric: str) -> bool | None:
+def differ_significantly(record: EvaluationRecord, other: EvaluationRecord, metric: str) -> bool | None:
     """Return whether zero is outside the 95% confidence interval of the difference between two results.
 
     Return None without jackknife values, which need 20 samples, or if one record has fewer of them. Earlier versions left out

@@ -23,7 +23,7 @@ from configs import schema
 from evaluations.features import (
     Detector,
     Features,
-    extract,
+    extract_features,
     features_of_images,
     read_cache,
     stored_statistics,
@@ -168,7 +168,7 @@ class Evaluator:
             is_other = not self.accelerator.is_main_process
             bar = progress_bar(batches, desc=name, unit="batch", leave=False, disable=is_other)
             images = (image_sampler(seeds, [labels[seed] for seed in seeds]) for seeds in until_stopped(bar, stop))
-            return extract(self.detectors, images)
+            return extract_features(self.detectors, images)
 
         return compute_on_all_processes(self.accelerator, len(labels), compute)
 

@@ -24,7 +24,7 @@ from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluationSettings
 from configs.settings import as_list, complete_overrides
 from evaluations.images import ImageSet
-from evaluations.record import Evaluation, PlannedEvaluation, Results
+from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
@@ -77,7 +77,7 @@ class FidPlan:
     machine: Machine
     batch_size: int
 
-    def find(self, point: FidPoint) -> Evaluation | None:
+    def find(self, point: FidPoint) -> EvaluationRecord | None:
         """Return the record of a point, or None if it is still to do."""
         return self.results[point.checkpoint].find(point.planned)
 

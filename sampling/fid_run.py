@@ -11,7 +11,7 @@ from functools import partial
 from accelerate import Accelerator
 
 from evaluations.features import Features
-from evaluations.record import Evaluation, lowest_figure
+from evaluations.record import EvaluationRecord, lowest_figure
 from evaluations.suite import format_metrics, metrics_for
 from evaluations.tables import ResultsTable, format_settings, write_tables
 from latents import autoencoders
@@ -83,7 +83,7 @@ class PointRunner:
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 
-    def _store(self, point: FidPoint, record: Evaluation, features: list[Features], labels: Sequence[int] | None) -> None:
+    def _store(self, point: FidPoint, record: EvaluationRecord, features: list[Features], labels: Sequence[int] | None) -> None:
         errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
         log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
         self.plan.results[point.checkpoint].add(record.model_copy(update={"jackknife": errors}))

@@ -12,7 +12,7 @@ import numpy as np
 from configs import schema
 from evaluations.features import Features
 from evaluations.images import ImageSet
-from evaluations.record import Evaluation, PlannedEvaluation
+from evaluations.record import EvaluationRecord, PlannedEvaluation
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import Recipe
@@ -46,7 +46,7 @@ def score_samples(
     class_names: Sequence[str] | None,
     stop: Callable[[], bool] = lambda: False,
     name: str = "evaluation",
-) -> tuple[Evaluation, list[Features], Sequence[int] | None]:
+) -> tuple[EvaluationRecord, list[Features], Sequence[int] | None]:
     """Sample the images of the `planned` evaluation, and score them. Every process must call this function.
 
     Args:
@@ -68,7 +68,7 @@ def score_samples(
 
 def score_images(
     evaluator: Evaluator, images: ImageSet, planned: PlannedEvaluation
-) -> tuple[Evaluation, list[Features], np.ndarray | None]:
+) -> tuple[EvaluationRecord, list[Features], np.ndarray | None]:
     """Score images on disk. See `score_samples`, which returns the same."""
     start_sec = time.perf_counter()
     features, labels = evaluator.features_of_set(images, planned.settings["num_samples"])

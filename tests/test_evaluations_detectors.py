@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.images import to_uint8
 from evaluations import classifiers, inception
 from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
-from evaluations.features import Features, extract, stored_statistics
+from evaluations.features import Features, extract_features, stored_statistics
 from evaluations.images import open_images
 from evaluations.inception import InceptionDetector
 from evaluations.metrics import class_agreement
@@ -51,7 +51,7 @@ def test_features_are_those_of_torch_fidelity_in_any_batches(inception_weights, 
     first = [kept[0].relu()[:, channel] for channel in range(7)]  # [N, 192, 17, 17], flattened as NHWC
     torch.testing.assert_close(features.spatial, torch.stack(first, dim=-1).flatten(1), rtol=1e-5, atol=1e-5)
     assert features.spatial.shape == (3, 2023) and features.spatial.std() > 0.1
-    (parts,) = extract([detector], (images[i : i + 2] for i in (0, 2)))
+    (parts,) = extract_features([detector], (images[i : i + 2] for i in (0, 2)))
     for name, x in parts.tensors().items():
         torch.testing.assert_close(x, features.tensors()[name], rtol=1e-4, atol=1e-5)
 
@@ -99,7 +99,7 @@ def test_the_reference_of_the_digits_holds_the_images_that_training_decodes():
 
 def test_the_detector_classifies_digits_in_any_batches():
     digits = ClassifierDetector("digits", DIGITS_WEIGHTS)
-    whole, parts = digits.features(next(DIGITS.batches(2000))), extract([digits], DIGITS.batches(700))[0]
+    whole, parts = digits.features(next(DIGITS.batches(2000))), extract_features([digits], DIGITS.batches(700))[0]
     torch.testing.assert_close(parts.pool, whole.pool, rtol=1e-5, atol=1e-5)
     assert whole.pool.shape == (1797, 64) and whole.logits.shape == (1797, 10) and whole.spatial is None
     assert class_agreement(whole.logits, torch.from_numpy(DIGITS.labels)) > 0.98
@@ -130,11 +130,11 @@ class Named:
 
 def test_several_detectors_see_each_batch_and_features_that_are_not_finite_are_refused():
     detectors, batches = [Named("a"), Named("b")], [np.ones((2, 3)), np.zeros((1, 3))]
-    found = extract(detectors, iter(batches))
+    found = extract_features(detectors, iter(batches))
     assert [one.detector for one in found] == ["a", "b"]
     assert all(np.array_equal(one.pool, np.concatenate(batches)) for one in found)
     with pytest.raises(UserError, match="the a detector gives NaN or infinite pool features"):
-        extract(detectors, [*batches, np.full((2, 3), np.nan)])
+        extract_features(detectors, [*batches, np.full((2, 3), np.nan)])
 
 
 def test_in_a_list_the_file_of_weights_belongs_to_the_detector_of_small_pictures(monkeypatch):

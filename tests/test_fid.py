@@ -22,9 +22,9 @@ from common.files import append_line, lock_file
 from configs import schema
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
-from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest_figure, read_records
+from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure, read_records
 from evaluations.suite import metrics_for
-from evaluations.tables import ResultsTable, columns_of, differ, write_tables
+from evaluations.tables import ResultsTable, columns_of, differ_significantly, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import fid_plan, fid_run
@@ -56,7 +56,7 @@ def evaluations(run):
 def record(name, value, groups=(), **settings):
     """Return the record of a set of images with one metric."""
     settings = {"images": name, "images_hash": f"content of {name}", "num_samples": 70, "detector": "x"} | settings
-    return Evaluation(settings=settings, metrics={"fid": value}, jackknife={"fid": [*groups]} if groups else {})
+    return EvaluationRecord(settings=settings, metrics={"fid": value}, jackknife={"fid": [*groups]} if groups else {})
 
 
 def wanted(done):
@@ -282,19 +282,19 @@ def test_usual_values_compare_as_if_they_were_missing(tmp_path):
 def test_a_record_without_a_hash_counts_only_for_its_step_in_the_folder_of_its_run(tmp_path):
     of_run = {"settings": {"num_samples": 70, "detector": "x"}}
     planned = partial(PlannedEvaluation, **of_run)
-    trained = Evaluation(run="old name", step=2, metrics={"fid": 1.0}, **of_run)
+    trained = EvaluationRecord(run="old name", step=2, metrics={"fid": 1.0}, **of_run)
     Results(tmp_path / "run" / "evaluations", tmp_path / "run").add(trained)
     own = Results(tmp_path / "run" / "evaluations", tmp_path / "run")
     assert own.find(planned(run="run", step=2, checkpoint="hash")) == trained
     assert own.find(planned(run="run", step=3, checkpoint="hash")) is None
     assert own.find(planned(run="another", step=2, checkpoint="hash")) is None
     assert Results(tmp_path / "run" / "evaluations").find(planned(run="run", step=2, checkpoint="hash")) is None
-    hashed = Evaluation(run="run", step=4, checkpoint="hash", metrics={"fid": 2.0}, **of_run)
+    hashed = EvaluationRecord(run="run", step=4, checkpoint="hash", metrics={"fid": 2.0}, **of_run)
     own.add(hashed)
     assert own.find(planned(run="moved", step=4, checkpoint="hash")) == hashed
     assert own.find(planned(run="run", step=4)) is None  # training repeats the step, perhaps with other settings
     assert lowest_figure([trained, hashed]) == 1.0 and lowest_figure([]) is None
-    loss = Evaluation(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
+    loss = EvaluationRecord(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
     assert lowest_figure([loss, hashed]) == 2.0 and lowest_figure([loss]) == 0.1
 
 
@@ -767,7 +767,11 @@ def test_differences_are_judged_group_by_group():
         record("a", fid, values) for fid, values in ((45.0, low), (46.05, [x + 1 + x / 1000 for x in low]), (46.05, low[::-1]))
     )
     assert standard_error(low) > 50
-    assert differ(first, above, "fid") is True and differ(first, first, "fid") is False and not differ(first, other, "fid")
-    assert differ(first, record("a", 45.0), "fid") is None  # too few samples: the tables show no mark
+    assert (
+        differ_significantly(first, above, "fid") is True
+        and differ_significantly(first, first, "fid") is False
+        and not differ_significantly(first, other, "fid")
+    )
+    assert differ_significantly(first, record("a", 45.0), "fid") is None  # too few samples: the tables show no mark
     lacks_a_group = record("a", 45.0, low[1:])  # of an earlier version, which left out infinite values
-    assert differ(first, lacks_a_group, "fid") is None and differ(lacks_a_group, first, "fid") is None
+    assert differ_significantly(first, lacks_a_group, "fid") is None and differ_significantly(lacks_a_group, first, "fid") is None

@@ -15,7 +15,7 @@ from common.files import append_line, open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
-from evaluations.record import Evaluation, PlannedEvaluation, Results, lowest_figure
+from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
 from evaluations.result_settings import guidance_fields
 from evaluations.suite import display_name, format_metrics
 from runtime.processes import keep_on_main, on_main
@@ -103,7 +103,7 @@ class EvaluationHook(Hook):
     def planned(self, trainer: Trainer) -> PlannedEvaluation:
         raise NotImplementedError
 
-    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         raise NotImplementedError
 
     def __call__(self, trainer: Trainer) -> None:
@@ -123,7 +123,7 @@ def lowest_metric(trainer: Trainer) -> float | None:
     return lowest_figure(record for record in records if record is not None)
 
 
-def name_in_log(metric: str, record: Evaluation) -> str:
+def name_in_log(metric: str, record: EvaluationRecord) -> str:
     """Return the name of a metric in logs and in Weights & Biases, such as `fid5k/cfg1.5` or `fid5k/cfg1.5_channels3`."""
     if not record.of_samples:
         return metric
@@ -153,5 +153,5 @@ class SampleScores(EvaluationHook):
         settings = settings_of_samples(self.recipe, evaluation, self.scoring)
         return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
-from evaluations.record import Evaluation, PlannedEvaluation
+from evaluations.record import EvaluationRecord, PlannedEvaluation
 from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
 from training.hooks import EvaluationHook
@@ -53,7 +53,7 @@ class ValidationLoss(EvaluationHook):
         settings |= {"num_samples": len(self.dataset), "latents": self.dataset.hash}
         return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
-    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> Evaluation:
+    def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         start_sec = time.perf_counter()
         sums = trainer.accelerator.reduce(self.measure_bins(trainer), reduction="sum")
         loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.images import walk
 from common.types import NonNegativeInt
 from configs.schema import TrainConfig
-from evaluations.record import Evaluation, read_records
+from evaluations.record import EvaluationRecord, read_records
 from evaluations.result_settings import guidance_fields
 from evaluations.tables import format_settings
 
@@ -133,7 +133,7 @@ class Run:
         """Return the training hours until a step, interpolated between logged steps. Steps outside the logged range give NaN."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def add(self, record: Evaluation) -> None:
+    def add(self, record: EvaluationRecord) -> None:
         """Add the figures of an evaluation of this run."""
         default = vars(type(self.cfg.sampler)())
         settings = {key: x for key, x in record.compared_settings.items() if key == "num_steps" or x != default.get(key)}
@@ -190,7 +190,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def add_records(file: Path, records: Sequence[Evaluation], runs: Sequence[Run]) -> set[str]:
+def add_records(file: Path, records: Sequence[EvaluationRecord], runs: Sequence[Run]) -> set[str]:
     """Add the records in a file to their runs. Return text about the runs to which the remaining records belong.
 
     The hash of a checkpoint identifies its run, even if the folder was moved. A record of a checkpoint that is gone belongs to
