@@ -31,7 +31,7 @@ from common.files import (
 from common.progress import log_if_slow
 from common.types import FiniteFloat, NonNegativeFloat, NonNegativeInt
 from configs.settings import validate
-from evaluations.result_settings import compared
+from evaluations.result_settings import comparable_settings
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     @property
     def compared_settings(self) -> dict:
-        """The settings by which records are compared (see `compared`)."""
-        return compared(self.settings)
+        """The settings by which records are compared (see `comparable_settings`)."""
+        return comparable_settings(self.settings)
 
     def with_figures(
         self,

@@ -27,7 +27,7 @@ class ResultSetting(NamedTuple):
     usual: object = None
 
 
-SETTINGS = {
+RESULT_SETTINGS = {
     "weights": ResultSetting("value"),
     "ema_length": ResultSetting("value"),
     "network_precision": ResultSetting("value"),
@@ -49,14 +49,14 @@ SETTINGS = {
     "ema_hash": ResultSetting("hash"),
     "guidance.checkpoint_hash": ResultSetting("hash"),
 }
-HASHES = [name for name, setting in SETTINGS.items() if setting.kind == "hash"]
+HASHES = [name for name, setting in RESULT_SETTINGS.items() if setting.kind == "hash"]
 
 
-def compared(settings: Mapping[str, object]) -> dict[str, object]:
+def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings without paths and usual values. Evaluations in which these are equal measure in the same way."""
 
     def counts(name: str, value: object) -> bool:
-        setting = SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
+        setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
         return setting.kind != "path" and value != setting.usual
 
     as_stored = json.loads(json.dumps(dict(settings)))
@@ -65,8 +65,8 @@ def compared(settings: Mapping[str, object]) -> dict[str, object]:
 
 def ranking_group(settings: Mapping[str, object]) -> tuple:
     """Return the values in which evaluations must agree to be ranked: equally many, equally drawn images, the same reference."""
-    values = compared(settings)
-    return tuple(values.get(name) for name, setting in SETTINGS.items() if setting.ranked == "alike")
+    values = comparable_settings(settings)
+    return tuple(values.get(name) for name, setting in RESULT_SETTINGS.items() if setting.ranked == "alike")
 
 
 def sampler_for_results(sampler: Sampler) -> dict[str, object]:

@@ -47,7 +47,7 @@ from sampling.sampler import ImageSampler, draw_labels
 log = logging.getLogger(__name__)
 
 MAX_GRID_IMAGES = 100
-SETTINGS = "settings.yaml"  # file with the `ImageSettings` of a folder of images
+SETTINGS_FILE = "settings.yaml"  # file with the `ImageSettings` of a folder of images
 _IMAGE = re.compile(r"(seed_\d{6,}_class_\d{3,})(_.*)?\.png")
 
 
@@ -202,8 +202,8 @@ def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettin
 
 def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
     """Read a folder's settings.yaml. Settings that it lacks have their defaults."""
-    source = f"{folder / SETTINGS} (choose another output=...)"
-    stored = read_stored(read_yaml(folder / SETTINGS, source), ImageSettings, source)
+    source = f"{folder / SETTINGS_FILE} (choose another output=...)"
+    stored = read_stored(read_yaml(folder / SETTINGS_FILE, source), ImageSettings, source)
     return stored.model_copy(update={"sampler": vars(type(recipe.sampler)()) | stored.sampler})
 
 
@@ -227,7 +227,7 @@ def default_output(checkpoint: Checkpoint, settings: ImageSettings, recipe: Reci
 @contextlib.contextmanager
 def open_output(output: Path, settings: ImageSettings, recipe: Recipe) -> Iterator[None]:
     """Open and lock the output folder, which must be new, or hold images with the same settings."""
-    file = output / SETTINGS
+    file = output / SETTINGS_FILE
     contents = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if file.name not in contents and not all(name == ".lock" or is_leftover(name) for name in contents):
         raise UserError(f"output={output} is not empty and was not made by sample.py; choose another folder")

@@ -24,7 +24,7 @@ from cli.compose import compose_overrides, parse_config
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.sampling_schema import FidConfig, SampleConfig
-from evaluations.result_settings import SETTINGS, guidance_fields
+from evaluations.result_settings import RESULT_SETTINGS, guidance_fields
 from latents.shards import ShardInfo, write_shard
 from runtime import machine
 
@@ -239,7 +239,7 @@ def results(folder):
     """Return the lines of a folder's results.jsonl. Each of their settings must have a line in the table that compares them."""
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     samplers = (resolve_name(diffusion).Sampler for diffusion in schema.DIFFUSIONS.values())
-    keys = {*SETTINGS, *(field.name for sampler in samplers for field in fields(sampler))}
+    keys = {*RESULT_SETTINGS, *(field.name for sampler in samplers for field in fields(sampler))}
     for line in lines:
         settings = line["settings"]
         assert settings.keys() - guidance_fields(settings).keys() - keys == set()

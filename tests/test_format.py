@@ -30,7 +30,7 @@ from configs.settings import flatten
 from edm import EDM
 from edm.sampler import HeunSampler
 from evaluations.record import Results, read_records
-from evaluations.result_settings import SETTINGS, ResultSetting
+from evaluations.result_settings import RESULT_SETTINGS, ResultSetting
 from extras.report.experiments import group
 from extras.report.runs import read_runs
 from latents.dataset import LatentDataset
@@ -291,7 +291,7 @@ def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experimen
 
 
 def test_a_new_condition_repeats_no_evaluation_and_splits_no_figure(monkeypatch):
-    monkeypatch.setitem(SETTINGS, "crop", ResultSetting("value", usual="none"))
+    monkeypatch.setitem(RESULT_SETTINGS, "crop", ResultSetting("value", usual="none"))
     results = Results(RUN / "evaluations", RUN)
     stored = results.records[-1]
     for crop in ({}, {"crop": "none"}, {"crop": "square"}):

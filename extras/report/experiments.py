@@ -17,7 +17,7 @@ from cli.hydra_setup import CONFIGS, row_names
 from common.roles import roles_of
 from configs.schema import TrainConfig
 from configs.settings import flatten
-from evaluations.result_settings import compared, sampler_for_results
+from evaluations.result_settings import comparable_settings, sampler_for_results
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
 
 # Settings in which a routed run may differ from its dense baseline.
@@ -70,7 +70,7 @@ class Experiment:
         values = dict(measure.other_settings)
         row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
         expected = dict.fromkeys((*vars(row.sampler), "labels", "rounding")) | sampler_for_results(row.sampler)
-        expected |= compared(row.sampling.model_dump(include={"labels", "rounding"}))
+        expected |= comparable_settings(row.sampling.model_dump(include={"labels", "rounding"}))
         expected["network_precision"] = row.sampling.precision
         expected["autoencoder"] = None  # a measure has another one than the run's
         expected |= {} if row.evaluation.detector_weights else {"detector_weights": None}
