@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class FeaturePair:
-    """Reference and sample features that a metric compares. See `evaluate` for the meaning of `labels` and `device`."""
+    """Reference and sample features that a metric compares. See `compute_metrics` for the meaning of `labels` and `device`."""
 
     reference: Features
     samples: Features
@@ -98,7 +98,7 @@ def find_metric(name: str) -> Metric | None:
     return next((metric for metric in METRICS if re.fullmatch(metric.name.replace("{}", "[a-z0-9_]+"), name)), None)
 
 
-def evaluate(
+def compute_metrics(
     reference: Features, samples: Features, labels: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
     """Compute all metrics of the detector that extracted the features, in METRICS order.

@@ -30,7 +30,7 @@ from evaluations.features import (
     write_cache,
 )
 from evaluations.images import ImageSet, NpzImages, evaluation_order
-from evaluations.suite import evaluate, jackknife
+from evaluations.suite import compute_metrics, jackknife
 from latents.image_sets import holds_shards, open_image_set
 from runtime.processes import gather_on_main, on_main
 from sampling.sampler import ImageSampler
@@ -194,7 +194,7 @@ class Evaluator:
                 return None
         return labels
 
-    def evaluate(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
+    def compute_metrics(self, samples: Sequence[Features], labels: Sequence[int] | None) -> dict[str, float]:
         """Compute the metrics of sample features against the reference. Only the main process can call this method.
 
         `labels` contains the class of each sample, which `class_agreement` needs.
@@ -203,7 +203,7 @@ class Evaluator:
         y = None if labels is None else torch.as_tensor(labels)
         with log_if_slow(log, "computing the metrics of %d images", len(samples[0])):
             for pair in zip(self.references, samples):
-                values |= evaluate(*pair, y, self.accelerator.device)
+                values |= compute_metrics(*pair, y, self.accelerator.device)
         return values
 
     def jackknife(self, samples: Sequence[Features], labels: Sequence[int] | None, num_groups: int) -> dict[str, list[float]]:

@@ -61,7 +61,7 @@ def score_samples(
     labels = draw_labels(seeds, image_sampler.data.num_classes, settings["labels"])
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)
     features = evaluator.features_of_samples(image_sampler, labels, stop, name)
-    metrics = on_main(partial(evaluator.evaluate, features, compared))
+    metrics = on_main(partial(evaluator.compute_metrics, features, compared))
     record = planned.with_figures(metrics, time.perf_counter() - start_sec, cost=image_sampler.cost)
     return record, features, compared
 
@@ -73,5 +73,5 @@ def score_images(
     start_sec = time.perf_counter()
     features, labels = evaluator.features_of_set(images, planned.settings["num_samples"])
     labels = evaluator.labels_to_compare(labels, images.class_names)
-    metrics = on_main(partial(evaluator.evaluate, features, labels))
+    metrics = on_main(partial(evaluator.compute_metrics, features, labels))
     return planned.with_figures(metrics, time.perf_counter() - start_sec), features, labels

@@ -8,7 +8,7 @@ from common.files import hash_file
 from evaluations import vit
 from evaluations.images import STATISTICS_KEYS, open_images, write_npz
 from evaluations.metrics import frechet_distance
-from evaluations.suite import evaluate, metrics_for
+from evaluations.suite import compute_metrics, metrics_for
 from evaluations.vit import DINOv2Detector
 
 PUBLISHED = vit.DINOV2_L  # before a fixture replaces it with a tiny one
@@ -42,7 +42,7 @@ def test_fd_dinov2_is_the_frechet_distance_of_class_tokens(tiny, images):
     expected = vit.Encoder("test_vit.r160_in1k", tiny, 224, preprocessing="edm2").encode(images)[0]
     first, second = (detector.features(x) for x in (images, other))
     assert torch.equal(first.pool, expected) and first.logits is None and first.detector == "dinov2"
-    found = evaluate(first, second)
+    found = compute_metrics(first, second)
     assert list(found) == names_for("dinov2")
     assert found["fd_dinov2"] == frechet_distance(first.pool, second.pool) > 1
 

@@ -9,7 +9,7 @@ import torch
 from evaluations import metrics
 from evaluations.features import Features
 from evaluations.metrics import Statistics, statistics_of
-from evaluations.suite import evaluate, jackknife, metrics_for
+from evaluations.suite import compute_metrics, jackknife, metrics_for
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_the_radii_of_a_reference_are_computed_once_and_change_nothing(monkeypat
     reference = Features("dinov2", pool=pool)
     for seed in (11, 12):
         samples = Features("dinov2", pool=normal(seed, 157, 5).float() * 0.7 + 1000.8)
-        found = evaluate(reference, samples)
+        found = compute_metrics(reference, samples)
         expected = brute_force(pool.numpy(), samples.pool.numpy())
         assert (found["precision_dinov2"], found["recall_dinov2"]) == pytest.approx(expected, abs=1e-12)
     assert computed == [211, 157, 157]

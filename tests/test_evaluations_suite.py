@@ -18,7 +18,7 @@ from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 from evaluations.features import Features
 from evaluations.images import NpzImages, evaluation_order, open_images, write_npz
 from evaluations.metrics import Statistics, statistics_of
-from evaluations.suite import METRICS, display_name, evaluate, find_metric, format_metrics, metrics_for, small_set
+from evaluations.suite import METRICS, compute_metrics, display_name, find_metric, format_metrics, metrics_for, small_set
 from sampling import evaluator
 from sampling.evaluator import open_reference
 
@@ -52,11 +52,11 @@ class FakeInception:
 def test_metrics_of_digits_have_their_own_names_and_are_perfect_for_a_set_against_itself(detector, digits):
     images, labels = digits
     whole = detector.features(images)
-    result = evaluate(whole, whole, labels)
+    result = compute_metrics(whole, whole, labels)
     assert list(result) == [metric.name for metric in metrics_for("digits")]
     assert result["fd_digits"] == pytest.approx(0, abs=1e-6)
     assert (result["precision_digits"], result["recall_digits"]) == (1, 1) and result["class_agreement"] > 0.97
-    lacking = evaluate(whole, detector.features(images[(labels < 5).numpy()]))
+    lacking = compute_metrics(whole, detector.features(images[(labels < 5).numpy()]))
     assert (lacking["precision_digits"], "class_agreement" in lacking) == (1, False) and lacking["recall_digits"] < 0.6
 
 
@@ -67,7 +67,7 @@ def inception_features(num: int, seed: int) -> Features:
 
 def test_inception_gives_five_metrics():
     first, second = inception_features(60, 0), inception_features(50, 1)
-    result = evaluate(first, second)
+    result = compute_metrics(first, second)
     assert list(result) == ["fid", "sfid", "inception_score", "precision", "recall"]
     expected = [metrics.frechet_distance(*pair) for pair in ((first.pool, second.pool), (first.spatial, second.spatial))]
     assert [result["fid"], result["sfid"]] == expected
@@ -77,11 +77,11 @@ def test_stored_statistics_are_used_and_metrics_that_need_images_are_left_out_wi
     samples, other = inception_features(30, 1), inception_features(40, 2)
     only = Features("inception", pool=samples.pool[:0], statistics={"pool": statistics_of(other.pool)})
     with caplog.at_level("INFO"):
-        result = evaluate(only, samples)
+        result = compute_metrics(only, samples)
     assert list(result) == ["fid", "inception_score"]
     assert result["fid"] == pytest.approx(metrics.frechet_distance(other.pool, samples.pool), rel=1e-6)
     assert "no sfid, precision, recall" in caplog.text
-    assert "fid" not in evaluate(inception_features(9, 0), inception_features(1, 1))  # one image has no covariance
+    assert "fid" not in compute_metrics(inception_features(9, 0), inception_features(1, 1))  # one image has no covariance
 
 
 def test_the_table_gives_each_detector_its_names_and_the_primary_one_first():
@@ -195,10 +195,10 @@ def test_an_image_set_in_the_order_of_its_classes_has_the_figures_of_the_mixed_s
         metrics_of, images = on_disk(order)
         (whole, labels), (part, few) = metrics_of.features_of_set(images, 500), metrics_of.features_of_set(images, 100)
         assert torch.equal(part[0].pool, whole[0].pool[:100]) and np.array_equal(few, labels[:100])
-        values = metrics_of.evaluate(whole, labels)
+        values = metrics_of.compute_metrics(whole, labels)
         error = metrics.standard_error(metrics_of.jackknife(whole, labels, 10)["fd_digits"])
         score = metrics.inception_score(whole[0].logits, split_size=50)
-        figures[name] = values["fd_digits"], error, metrics_of.evaluate(part, few)["fd_digits"], score
+        figures[name] = values["fd_digits"], error, metrics_of.compute_metrics(part, few)["fd_digits"], score
         assert values["class_agreement"] > 0.97  # the labels follow their images
     (fd, error, fd_of_part, score), in_order = figures["mixed"], figures["sorted"]
     assert in_order[0] == pytest.approx(fd, rel=1e-6)  # 26.57 and 615.63 instead of 3.66 and 24.31 before
@@ -226,11 +226,11 @@ def test_the_order_of_a_set_is_fixed_and_a_part_is_read_forwards_by_all_processe
 def test_labels_that_a_detector_does_not_know_and_infinite_values_are_left_out(detector, digits, caplog):
     caplog.set_level("INFO")
     samples = detector.features(digits[0][:50])
-    assert "class_agreement" not in evaluate(samples, samples, digits[1][:50] + 10)
+    assert "class_agreement" not in compute_metrics(samples, samples, digits[1][:50] + 10)
     assert "no class_agreement: missing images" in caplog.text
     far = Statistics(torch.full((64,), 1e200, dtype=torch.float64), torch.eye(64, dtype=torch.float64))
     huge = Features("digits", pool=samples.pool[:0], statistics={"pool": far})
-    assert "fd_digits" not in evaluate(huge, samples) and "no fd_digits: the value is NaN or infinite" in caplog.text
+    assert "fd_digits" not in compute_metrics(huge, samples) and "no fd_digits: the value is NaN or infinite" in caplog.text
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8])

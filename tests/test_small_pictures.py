@@ -16,7 +16,7 @@ import prepare_latents
 from common.errors import UserError
 from evaluations.classifiers import ClassifierDetector, _split, train_detector
 from evaluations.images import open_images, write_npz
-from evaluations.suite import evaluate, metrics_for
+from evaluations.suite import compute_metrics, metrics_for
 from extras.report.experiments import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
@@ -79,11 +79,11 @@ def test_the_detector_knows_the_classes_and_stores_its_accuracy(prepared):
     detector = ClassifierDetector("small-fashion", prepared / "fashion.safetensors")
     images = next(reference.batches(300))
     features = detector.features(images)
-    values = evaluate(features, features, torch.from_numpy(reference.labels[:300]))
+    values = compute_metrics(features, features, torch.from_numpy(reference.labels[:300]))
     assert list(values) == NAMES and values["precision_fashion"] == values["recall_fashion"] == 1
     assert values["fd_fashion"] == pytest.approx(0, abs=1e-3) and values["class_agreement_fashion"] > 0.9
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
-    assert evaluate(features, detector.features(noise))["fd_fashion"] > 1
+    assert compute_metrics(features, detector.features(noise))["fd_fashion"] > 1
     with safe_open(prepared / "fashion.safetensors", framework="pt") as f:
         assert json.loads(f.metadata()["about"])["held_out_accuracy"] > 0.9
 

@@ -6,7 +6,7 @@ import torch
 
 from evaluations.features import Features
 from evaluations.inception import InceptionDetector
-from evaluations.suite import evaluate
+from evaluations.suite import compute_metrics
 
 
 def relative_error(a, b):
@@ -33,6 +33,6 @@ def test_metrics_are_those_of_the_cpu(device, width):
         return Features("inception", **{name: torch.randn(num, dim, generator=g) for name, dim in sizes.items()})
 
     reference, samples = features(60, 0), features(50, 1)
-    expected, got = (evaluate(reference, samples, device=where) for where in (torch.device("cpu"), device))
+    expected, got = (compute_metrics(reference, samples, device=where) for where in (torch.device("cpu"), device))
     assert got.keys() == expected.keys()
     assert all(got[name] == pytest.approx(expected[name], rel=1e-3) for name in expected)
