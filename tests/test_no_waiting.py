@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.func import functional_call
 
 from training import step_graph, trainer
-from training.hooks import LogMetrics
+from training.hooks import MetricsHook
 from training.trainer import Trainer
 
 WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -46,14 +46,14 @@ def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypat
         monkeypatch.setattr(torch.Tensor, waiting, recorded(waiting, getattr(torch.Tensor, waiting)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append("synchronize"))
     monkeypatch.setattr(Trainer, "train_step", lambda *args: calls_before_step.append(len(calls)) or train_step(*args))
-    calls_of_metrics, measure = [], LogMetrics.measure
+    calls_of_metrics, measure = [], MetricsHook.measure
 
     def measured(hook, trainer):
         before = len(calls)
         measure(hook, trainer)
         calls_of_metrics.append(calls[before:])
 
-    monkeypatch.setattr(LogMetrics, "measure", measured)
+    monkeypatch.setattr(MetricsHook, "measure", measured)
     run_train(tmp_path, "run", "train.num_steps=6", "train.log_every=6", *SETTINGS[name])
     # Steps 1 to 5 and the code of the loop after each of them made no such call.
     assert len(calls_before_step) == 6 and calls_before_step[-1] == calls_before_step[0], calls[calls_before_step[0] :]

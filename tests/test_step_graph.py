@@ -23,7 +23,7 @@ from extras import lightningdit, sprint
 from runtime import compilation, cuda_graph
 from runtime.compilation import check_machine, why_no_cuda_graph
 from training import step_graph, trainer
-from training.hooks import SampleGrids
+from training.hooks import SampleGridHook
 from training.step_graph import StaticRandom, StepGraph
 from training.trainer import StepRandom, Trainer, learning_rate
 
@@ -137,7 +137,7 @@ def test_a_resumed_run_warms_up_and_captures_again(graphs, plain, tmp_path, name
 
 
 def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch):
-    made, sizes, at_grids, call_hooks, draw = graphs(True), [], [], Trainer._call_hooks, SampleGrids.__call__
+    made, sizes, at_grids, call_hooks, draw = graphs(True), [], [], Trainer._call_hooks, SampleGridHook.__call__
 
     def record(trainer):
         call_hooks(trainer)
@@ -149,7 +149,7 @@ def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_
         draw(hook, trainer)
 
     monkeypatch.setattr(Trainer, "_call_hooks", record)
-    monkeypatch.setattr(SampleGrids, "__call__", record_and_draw)
+    monkeypatch.setattr(SampleGridHook, "__call__", record_and_draw)
     looks = ["sample_grid.every=5", "sample_grid.num_samples=2", "sampler.num_steps=1"]
     replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
     # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and grids free it.

@@ -33,7 +33,7 @@ from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training.data import fill_in_lengths
-from training.hooks import SampleGrids
+from training.hooks import SampleGridHook
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
@@ -736,7 +736,7 @@ def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock
 
     monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     monkeypatch.setattr(Trainer, "train_step", slowed(Trainer.train_step, 2.0))
-    monkeypatch.setattr(SampleGrids, "__call__", slowed(SampleGrids.__call__, 100.0))
+    monkeypatch.setattr(SampleGridHook, "__call__", slowed(SampleGridHook.__call__, 100.0))
     monkeypatch.setattr(Trainer, "_start_clock", lambda trainer: starts.append(trainer.step) or start_clock(trainer))
     run = train("run", "train.num_steps=6", "train.log_every=3", *GRIDS)
     assert [line["steps_per_sec"] for line in metrics(run)] == [0.5, 0.5]

@@ -20,7 +20,7 @@ from training import hooks, saving
 from training.ema import EMA
 from training.plan import TrainPlan
 from training.trainer import Hook
-from training.validation import ValidationLoss
+from training.validation import ValidationLossHook
 
 
 def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
@@ -44,9 +44,9 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 class SamplingParts:
     """What samples from the EMA network during training, and what scores the samples."""
 
-    grid: ImageSampler | None  # None without sample grids
-    evaluation_samplers: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluation_recipes`
-    evaluator: Evaluator | None  # None if `evaluation_samplers` is empty
+    grid_image_sampler: ImageSampler | None  # None without sample grids
+    evaluation_image_samplers: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluation_recipes`
+    evaluator: Evaluator | None  # None if `evaluation_image_samplers` is empty
 
 
 def prepare_sampling(
@@ -57,13 +57,13 @@ def prepare_sampling(
     decoder = autoencoders.build(cfg.sampling.autoencoder, device, cfg.data.in_channels) if plan.recipes else None
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, device))
     compile_network(ema.net, mode)
-    grid = plan.grid and plan.grid.build_image_sampler(ema.net, decoder, device, mode)
+    grid = plan.grid_recipe and plan.grid_recipe.build_image_sampler(ema.net, decoder, device, mode)
     evaluator = None
     if plan.evaluation_recipes:
         detectors = build_detectors(cfg.evaluation, accelerator)
         evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-    evaluation_samplers = [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes]
-    return SamplingParts(grid, evaluation_samplers, evaluator)
+    evaluation_image_samplers = [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes]
+    return SamplingParts(grid, evaluation_image_samplers, evaluator)
 
 
 def build_hooks(
@@ -71,18 +71,18 @@ def build_hooks(
 ) -> list[Hook]:
     """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    active: list[Hook] = [hooks.LogMetrics(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
+    active: list[Hook] = [hooks.MetricsHook(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
     if cfg.train.ema_lengths:
         from extras import tracked_ema  # imported only for train.ema_lengths
 
         active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
-    if sampling_parts.grid:
-        active.append(hooks.SampleGrids(run, cfg.sample_grid.every, sampling_parts.grid))
-    for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_samplers):
-        hook = hooks.SampleScores(
+    if sampling_parts.grid_image_sampler:
+        active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, sampling_parts.grid_image_sampler))
+    for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_image_samplers):
+        hook = hooks.SampleEvaluationHook(
             run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, image_sampler, plan.scoring
         )
         active.append(hook)
     if validation:
-        active.append(ValidationLoss(run.results, cfg.evaluation.every, validation))
+        active.append(ValidationLossHook(run.results, cfg.evaluation.every, validation))
     return active

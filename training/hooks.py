@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class LogMetrics(Hook):
+class MetricsHook(Hook):
     """A hook that writes a training line with losses, speed and `STEP_METRICS` to metrics.jsonl and to Weights & Biases."""
 
     run: RunFolder
@@ -52,7 +52,7 @@ class LogMetrics(Hook):
 
 
 @dataclass
-class SampleGrids(Hook):
+class SampleGridHook(Hook):
     """A hook that saves EMA network samples as grids in samples/step_N.png. Image i has seed i and class i mod num_classes.
 
     The main process samples the images while the other processes wait.
@@ -136,7 +136,7 @@ def name_in_log(metric: str, record: EvaluationRecord) -> str:
 
 
 @dataclass
-class SampleScores(EvaluationHook):
+class SampleEvaluationHook(EvaluationHook):
     """A hook that scores samples of one guidance.
 
     Attributes:

@@ -25,7 +25,7 @@ class TrainPlan:
         newest: Checkpoint from which the run resumes, or None if it starts at its first step.
         initial: Checkpoint of init_from with which the run begins, or None.
         initial_classes: Names of the classes of `initial`, or None if they are unknown.
-        grid: Recipe of the sample grids, or None without grids.
+        grid_recipe: Recipe of the sample grids, or None without grids.
         evaluation_recipes: Recipe for each guidance whose samples are scored.
         reference: Images with which these samples are compared, or None.
         scoring: What the scores depend on besides the samples (`scoring_settings`).
@@ -34,14 +34,14 @@ class TrainPlan:
     newest: Checkpoint | None
     initial: Checkpoint | None
     initial_classes: list[str] | None
-    grid: Recipe | None
+    grid_recipe: Recipe | None
     evaluation_recipes: list[Recipe]
     reference: ImageSet | None
     scoring: dict[str, object]
 
     @property
     def recipes(self) -> list[Recipe]:
-        return [*self.evaluation_recipes, *([self.grid] if self.grid else [])]
+        return [*self.evaluation_recipes, *([self.grid_recipe] if self.grid_recipe else [])]
 
     def file_fingerprints(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""

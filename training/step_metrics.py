@@ -20,6 +20,6 @@ def weight_norm(trainer: Trainer) -> Tensor:
     return torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
 
 
-# Functions by name in metrics.jsonl. `hooks.LogMetrics` calls them in the last step before a training line, after the backward
+# Functions by name in metrics.jsonl. `hooks.MetricsHook` calls them in the last step before a training line, after the backward
 # pass and before the update. They return a number on the device, [], and must not read it, which would wait for the device.
 STEP_METRICS: dict[str, Callable[[Trainer], Tensor]] = {"grad_norm": grad_norm, "weight_norm": weight_norm}

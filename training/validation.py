@@ -39,7 +39,7 @@ class StratifiedRandom(SeedRandom):
 
 
 @dataclass
-class ValidationLoss(EvaluationHook):
+class ValidationLossHook(EvaluationHook):
     """A hook that measures the mean validation loss and the mean loss in each noise level bin.
 
     Item i always has the same noise and the same noise level, which is a fixed quantile of the noise levels in training.
