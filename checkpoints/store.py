@@ -50,7 +50,7 @@ _STEP = re.compile(r"step_(\d{7,})")
 
 
 @dataclass
-class Tensors:
+class CheckpointTensors:
     """The tensors of a checkpoint. `load` memory-maps them, so callers must copy the tensors and never modify them."""
 
     model: dict[str, Tensor]
@@ -78,7 +78,7 @@ def list_steps(root: Path) -> dict[int, Path]:
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
 
-def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
+def save(root: Path, step: int, tensors: CheckpointTensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
     """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and those that `_is_kept` keeps.
 
     If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
@@ -132,7 +132,7 @@ def _is_kept(step: int, folder: Path, keep_every: int) -> bool:
     return False
 
 
-def _write_files(folder: Path, tensors: Tensors, state: dict, config: dict) -> None:
+def _write_files(folder: Path, tensors: CheckpointTensors, state: dict, config: dict) -> None:
     """Write the checkpoint's files, then the manifest with the file sizes and hashes, and flush everything to disk."""
     with open(folder / "optimizer.pt", "wb") as file:  # torch.save with a path does not report a failed final write
         torch.save(tensors.optimizer, file)
@@ -240,7 +240,7 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
         return load_file(regular_file(file))
 
 
-def load(folder: Path) -> Tensors:
+def load(folder: Path) -> CheckpointTensors:
     """Load the tensors of a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
     tensors = load_weights_and_ema(folder)
     listed = read_listed_hashes(folder)
@@ -254,11 +254,11 @@ def load(folder: Path) -> Tensors:
     return tensors
 
 
-def load_weights_and_ema(folder: Path) -> Tensors:
+def load_weights_and_ema(folder: Path) -> CheckpointTensors:
     """Load the weights with which another run starts. If a checkpoint has no raw weights, use its EMA for both."""
     ema = load_weights(folder, "ema")
     model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)
-    return Tensors(model, ema, optimizer={})
+    return CheckpointTensors(model, ema, optimizer={})
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

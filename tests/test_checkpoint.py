@@ -23,7 +23,7 @@ CONFIG = checked([])
 def make(step, **state):
     """Return the step, the tensors, the state and the configuration of a checkpoint, as `store.save` takes them."""
     weights = {"w": torch.full((50, 40), float(step)), "turned": torch.arange(6.0).view(2, 3).T}
-    tensors = store.Tensors(
+    tensors = store.CheckpointTensors(
         model=weights,
         ema={name: value * 2 for name, value in weights.items()},
         optimizer={"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]},

@@ -84,10 +84,10 @@ class CheckpointHook(Hook):
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
         )
-        contents = store.Tensors(**states), state.model_dump(), trainer.cfg.model_dump()
+        contents = store.CheckpointTensors(**states), state.model_dump(), trainer.cfg.model_dump()
         self._writing = self._thread.submit(self._save, trainer.step, *contents)
 
-    def _save(self, step: int, tensors: store.Tensors, state: dict, config: dict) -> None:
+    def _save(self, step: int, tensors: store.CheckpointTensors, state: dict, config: dict) -> None:
         store.save(self.run.checkpoints, step, tensors, state, config, *self.keep)
         with contextlib.suppress(OSError):  # the disk may be full now
             self.run.saved_mark.touch()
@@ -206,7 +206,7 @@ def read_ema_num_updates(checkpoint: Checkpoint) -> int:
 
 
 @torch.no_grad()
-def restore_weights(trainer: Trainer, folder: Path, tensors: store.Tensors, *, without: str | None = None) -> None:
+def restore_weights(trainer: Trainer, folder: Path, tensors: store.CheckpointTensors, *, without: str | None = None) -> None:
     """Copy the weights and the EMA of the checkpoint `folder` into a trainer, except the parameter `without`.
 
     The tensors are memory-mapped, so they occupy host memory only briefly.
@@ -224,7 +224,7 @@ def restore_weights(trainer: Trainer, folder: Path, tensors: store.Tensors, *, w
 
 
 @torch.no_grad()
-def restore_tensors(trainer: Trainer, folder: Path, tensors: store.Tensors) -> None:
+def restore_tensors(trainer: Trainer, folder: Path, tensors: store.CheckpointTensors) -> None:
     """Copy the weights, the EMA, the optimizer and, if the run has them, the projector and the tracked averages into a trainer.
 
     Raises UserError if a file of the checkpoint `folder` does not fit.

@@ -127,7 +127,7 @@ def import_weights(
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or ASSUMED_EMA_UPDATES, "imported_from": f"{source} (kind={kind})"}
     write_atomically(folder / "config.yaml", store.config_text(config))
-    tensors = store.Tensors(model, ema, optimizer={})
+    tensors = store.CheckpointTensors(model, ema, optimizer={})
     written = store.save(folder / "checkpoints", step, tensors, state, config, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     null_class = "and a null class" if cfg.model.class_dropout else "without a null class"
