@@ -45,7 +45,7 @@ class TrackedEMA(EMA):
         return super().states() | {TRACKED_EMA: tracked}
 
 
-class Snapshots(Hook):
+class SnapshotHook(Hook):
     """A hook that saves the tracked averages in <run>/ema_snapshots."""
 
     def __init__(self, run: RunFolder, every: int):

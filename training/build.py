@@ -75,7 +75,7 @@ def build_hooks(
     if cfg.train.ema_lengths:
         from extras import tracked_ema  # imported only for train.ema_lengths
 
-        active.append(tracked_ema.Snapshots(run, cfg.train.ema_snapshot_every))
+        active.append(tracked_ema.SnapshotHook(run, cfg.train.ema_snapshot_every))
     if sampling_parts.grid_image_sampler:
         active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, sampling_parts.grid_image_sampler))
     for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_image_samplers):
