@@ -317,7 +317,7 @@ def test_all_problems_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path
         "bee/more is a broken link",
         "cow/broken.png cannot be read: it is not a regular file, or the link is broken",
         "dog/ holds no images, and without it later classes get other labels",
-        "ant/text.png cannot be read: UnidentifiedImageError: ",
+        "ant/text.png cannot be read: cannot identify image file",
     ]
     with pytest.raises(UserError, match="images=.*: 6 problems; repair or remove them, or set on_error=skip:") as refused:
         encode(folder, tmp_path / "out")
@@ -336,6 +336,23 @@ def test_all_problems_of_a_folder_are_listed_at_once_or_skipped(images, tmp_path
     inspect(tmp_path / "out", "grid=none", f"images={folder}")
     assert "6 (bee 2, ant 1, cow 1) items could not be read" in caplog.text
     assert "40 of 40 decoded latents match their image" in caplog.text
+
+
+def test_shards_do_not_depend_on_where_unreadable_images_lie_nor_on_the_process_that_reads_them(images, tmp_path):
+    png = (images / "ant" / "00.png").read_bytes()
+    members = [
+        (f"{i}.{key}", x) for i, content in enumerate((png, b"not an image")) for key, x in (("png", content), ("cls", b"0"))
+    ]
+    for folder in ("tars", "copied_tars"):
+        write_tar(tmp_path / folder / "0.tar", members)
+    for folder in ("images", "copy"):
+        shutil.copytree(images, tmp_path / folder)
+        (tmp_path / folder / "bee" / "text.png").write_text("not an image")
+    here, there, tars, copied_tars = (
+        contents(encode(tmp_path / folder, tmp_path / f"{folder}_out", "identity", "on_error=skip"))
+        for folder in ("images", "copy", "tars", "copied_tars")
+    )
+    assert here == there and tars == copied_tars
 
 
 def test_unreadable_images_are_listed_together_after_all_other_shards_are_made(images, tmp_path):

@@ -161,7 +161,8 @@ def encode_images(
 ) -> list[dict]:
     """Encode this process's share of the missing shards and write them. Return the unreadable images.
 
-    A shard does not depend on the process that encodes it, because no batch spans two shards and each image has its own noise.
+    On equal devices, it does not matter for a shard which process encodes it: no batch spans two shards, each image has its own
+    noise, and the errors of unreadable images hold nothing that differs between processes.
     `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written. If on_error=skip, the
     shards leave such images out, and the function returns [].
     """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.errors import UserError, as_user_error
 from common.images import adm_center_crop, hash_pixels, read_rgb
@@ -23,6 +24,19 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format="JPEG", quality=95, subsampling=0)
     return file.getvalue()
+
+
+@contextlib.contextmanager
+def _as_user_error(name: str) -> Iterator[None]:
+    """Convert any error to a UserError that names an image. Its text holds no other path, because shards store and hash it."""
+    with as_user_error(name):
+        try:
+            yield
+        except OSError as e:
+            reason = "cannot identify image file" if isinstance(e, UnidentifiedImageError) else e.strerror
+            if reason is None:  # it is Pillow's own error, without a path
+                raise
+            raise ValueError(reason) from e
 
 
 class ReadImage(NamedTuple):
@@ -45,7 +59,7 @@ class ImageReader:
 
     def __call__(self, images: LabelledImages, index: int) -> ReadImage:
         """Read and crop an image. Raises UserError, which names the image, if it cannot be read."""
-        with as_user_error(images.names[index]):
+        with _as_user_error(images.names[index]):
             image, notes = self._decode(images, index)
             image_hash = hash_pixels(image)
             image = ImageOps.expand(image, self.pad)
@@ -63,7 +77,7 @@ class ImageReader:
     def hash(self, images: LabelledImages, index: int) -> int | None:
         """Return the hash of an image, or None if it cannot be read."""
         try:
-            with as_user_error(images.names[index]):
+            with _as_user_error(images.names[index]):
                 return hash_pixels(self._decode(images, index)[0])
         except UserError:
             return None
