@@ -605,6 +605,24 @@ def test_images_are_read_from_tars(tmp_path, vae):
         encode(folder, tmp_path / "negative", vae)
 
 
+def test_tars_of_equal_names_in_several_folders_are_told_apart(tmp_path, caplog):
+    for folder in "ab":
+        write_image_tars(tmp_path / "tars" / folder, np.random.default_rng(ord(folder)))
+    bad, at = tmp_path / "tars" / "a" / "0.tar", open_labelled_images(tmp_path / "tars").items[1].start
+    bad.write_bytes(bad.read_bytes()[:at] + bytes(100) + bad.read_bytes()[at + 100 :])
+    found = open_labelled_images(tmp_path / "tars")
+    assert len({*found.names}) == 12 and found.names[1] == "a/0.tar/0000001.png"
+    for folder in (tmp_path / "tars" / "a", bad):
+        assert open_labelled_images(folder).names[1] == "0.tar/0000001.png"
+    out = encode(tmp_path / "tars", tmp_path / "out", "identity", "on_error=skip")
+    made = {file.name: file.stat().st_mtime_ns for file in out.glob("latents_*")}
+    encode(tmp_path / "tars", out, "identity", "on_error=skip")
+    assert {file.name: file.stat().st_mtime_ns for file in out.glob("latents_*")} == made
+    caplog.set_level("INFO")
+    inspect(out, "grid=none", f"images={tmp_path / 'tars'}")
+    assert "11 of 11 decoded latents match their image" in caplog.text
+
+
 def test_a_truncated_tar_and_a_folder_of_tars_and_images_are_refused(tmp_path):
     folder = write_image_tars(tmp_path / "tars", np.random.default_rng(0))
     (folder / "0.tar").write_bytes((folder / "0.tar").read_bytes()[:-11_000])  # cuts off the end with the last label
