@@ -44,9 +44,10 @@ def build_detectors(settings: schema.SharedEvaluationSettings, accelerator: Acce
 
 
 def hash_weights(settings: schema.SharedEvaluationSettings) -> dict[str, str]:
-    """Return the hash of each configured weights file. Published weights have none."""
+    """Return the hash of each weights file that a configured detector loads. Published and bundled weights have none."""
     hashes = {}
-    for key in ("detector_weights", "dinov2_weights"):
+    loaded = {"detector_weights": settings.owners_of_weights, "dinov2_weights": "dinov2" in settings.all_detectors}
+    for key in (key for key, is_loaded in loaded.items() if is_loaded):
         if (file := getattr(settings, key)) is not None:
             with as_user_error(f"evaluation.{key}={file}"):
                 hashes[key] = hash_file(Path(file))

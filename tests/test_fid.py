@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY, checked, file_size_limit, losses, renew_manifest, results, run_fid, run_sample, run_train
 from PIL import Image
+from safetensors.torch import save
 
 from checkpoints import load, store
 from checkpoints.checkpoint import Checkpoint
 from common.errors import UserError
 from common.files import append_line, lock_file
 from configs import schema
+from evaluations.classifiers import SmallNet
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure, read_records
@@ -28,6 +30,7 @@ from evaluations.tables import ResultsTable, columns_of, differ_significantly, w
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import fid_plan, fid_run
+from sampling.evaluator import hash_weights
 from sampling.sampler import ImageSampler
 from training.trainer import Trainer
 
@@ -237,10 +240,12 @@ def test_a_renamed_run_keeps_its_results_and_fid_prints_the_settings_that_differ
 
 
 def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_again(train, tmp_path):
-    shutil.copy(REPOSITORY / "evaluations" / "digits_detector.safetensors", weights := tmp_path / "a.safetensors")
-    settings = [*EVAL, "train.num_steps=1", "guidance=none", f"evaluation.detector_weights={weights}"]
+    about = {"about": json.dumps({"detector": "small-mine", "resolution": 8, "num_classes": 10})}
+    (weights := tmp_path / "mine.safetensors").write_bytes(save(SmallNet(10).state_dict(), about))
+    detector = ["evaluation.detector=small-mine", f"evaluation.detector_weights={weights}"]
+    settings = [*EVAL, "train.num_steps=1", "guidance=none", *detector]
     run = train("run", *settings)
-    weights.write_bytes(weights.read_bytes() + b" ")
+    weights.write_bytes(save(SmallNet(10).state_dict(), about))  # other random weights
     train("run", *settings)
     assert len({r.settings["detector_weights"] for r in records(run)}) == 2
     arrays = dict(np.load(REPOSITORY / REFERENCE.partition("=")[2]))
@@ -251,6 +256,20 @@ def test_a_changed_detector_file_or_reference_makes_the_next_start_evaluate_agai
     train("run", *settings, "sampling.rounding=truncate")  # the images change, too
     assert [r.settings["rounding"] for r in records(run)] == 3 * ["round"] + ["truncate"]
     assert records(run)[3].metrics != records(run)[2].metrics
+
+
+def test_only_weights_that_a_detector_loads_tell_evaluations_apart(tmp_path):
+    for key in ("detector_weights", "dinov2_weights"):
+        (tmp_path / key).write_text(key)
+
+    def hashed(*detectors):
+        files = {key: str(tmp_path / key) for key in ("detector_weights", "dinov2_weights")}
+        others = {"num_samples": 2, "first_seed": 0, "background": "white", "reference": None}
+        return {*hash_weights(schema.SharedEvaluation(detector=[*detectors], **files, **others))}
+
+    assert hashed("digits") == set() and hashed("digits", "dinov2") == {"dinov2_weights"}
+    assert hashed("inception") == hashed("small-mine", "digits") == {"detector_weights"}
+    assert hashed("inception", "dinov2") == {"detector_weights", "dinov2_weights"}
 
 
 def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joined_to_it(tmp_path):
