@@ -37,7 +37,8 @@ STATISTICS_KEYS = {
     ("dinov2", "pool"): ("mu_dinov2", "sigma_dinov2", 1024),
 }
 
-UNHASHED_ARRAYS = ("background.npy", "class_names.npy")  # arrays of an .npz that no feature depends on
+# Arrays of an .npz that no feature depends on. Results of images with labels store a hash of the class names, too.
+UNHASHED_ARRAYS = ("background.npy", "class_names.npy")
 
 SAMPLE_NAME = re.compile(r"(seed_\d+)_class_(\d+)")  # of an image that sample.py wrote
 
@@ -72,7 +73,7 @@ class ImageSet(Protocol):
         ...
 
     def hash(self) -> str:
-        """Return a hash that identifies the images on this machine, for caches and results."""
+        """Return a hash that identifies the pixels and labels on this machine, for caches and results."""
         ...
 
     def spot_check(self) -> object:

@@ -42,6 +42,7 @@ RESULT_SETTINGS = {
     "reference": ResultSetting("path"),
     "guidance.checkpoint": ResultSetting("path"),
     "images_hash": ResultSetting("hash"),
+    "class_names_hash": ResultSetting("hash"),  # of images on disk, on which class_agreement depends
     "reference_hash": ResultSetting("hash", "alike"),
     "autoencoder_hash": ResultSetting("hash", "alike"),
     "detector_weights": ResultSetting("hash", "alike"),

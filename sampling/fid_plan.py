@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import random
 from collections import defaultdict
@@ -17,7 +18,7 @@ import torch
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resolve_checkpoint
 from common.errors import UserError, prefix_errors
-from common.files import REPOSITORY
+from common.files import REPOSITORY, hash_bytes
 from common.images import are_same_colour
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
@@ -163,6 +164,8 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
     warn_of_jpegs(images, reference)
     output = output_for_images(cfg, images)
     settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
+    if images.labels is not None and images.class_names:
+        settings["class_names_hash"] = hash_bytes(json.dumps(images.class_names).encode())
     points = [FidPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
     results = {None: Results(output).ensure_writable()}
     return FidPlan(

@@ -642,6 +642,19 @@ def test_images_on_disk_get_the_figures_of_the_same_samples_from_a_checkpoint(ed
     assert fid("c", f"images={tmp_path / 'samples'}", *digits)[0]["metrics"] == from_npz  # the file names hold the labels
 
 
+def test_images_with_other_class_names_are_evaluated_again(fid, tmp_path):
+    pixels, labels = np.random.default_rng(0).integers(0, 256, (70, 8, 8, 3), dtype=np.uint8), np.arange(70) % 10
+
+    def number_of_records(class_names, labels):
+        write_npz(tmp_path / "a.npz", iter(pixels), pixels.shape, labels, class_names=class_names)
+        settings = [f"images={tmp_path / 'a.npz'}", REFERENCE, "evaluation.detector=digits"]
+        return len(fid("names", *settings))
+
+    names = [f"{i}" for i in range(10)]
+    assert [number_of_records(x, labels) for x in (None, names, names, names[::-1])] == [1, 2, 2, 3]
+    assert [number_of_records(x, None) for x in (names, names[::-1])] == [4, 4]  # nothing depends on the names
+
+
 def test_jpeg_files_against_others_are_said(fid, tmp_path, caplog):
     pixels = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
     for suffix in ("jpg", "png", "JPEG"):
