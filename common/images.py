@@ -156,7 +156,7 @@ def read_rgb(
 def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> tuple[Image.Image, bool]:
     """Map a grey image with more than 8 bits linearly to 8 bits. Values outside `value_range` become black or white.
 
-    Also return whether different values became a single grey level.
+    If a value is transparent, the result has an alpha channel. Also return whether different values became a single grey level.
     """
     values = np.asarray(image, dtype=np.float64)  # Pillow's own extrema do not exist for big-endian images
     if value_range is None:
@@ -168,7 +168,10 @@ def _to_grey(image: Image.Image, value_range: Sequence[float] | None) -> tuple[I
     if not np.isfinite(levels).all():
         raise ValueError("the image holds NaN or infinity")
     pixels = np.clip(np.round(levels), 0, 255).astype(np.uint8)
-    return Image.fromarray(pixels), bool(np.ptp(pixels) == 0 and np.ptp(values) > 0)
+    is_flat = bool(np.ptp(pixels) == 0 and np.ptp(values) > 0)
+    if image.has_transparency_data:
+        pixels = np.stack([pixels, np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)], axis=-1)
+    return Image.fromarray(pixels), is_flat
 
 
 def adm_center_crop(image: Image.Image, resolution: int) -> np.ndarray:

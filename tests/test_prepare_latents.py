@@ -439,6 +439,18 @@ def test_the_scale_factor_of_another_data_set_can_be_given(images, tmp_path, tra
     train("tuned", f"data.path={tmp_path / 'second'}", f"init_from={run}", *settings)
 
 
+def test_the_transparent_value_of_a_grey_png_gets_the_background_with_8_and_with_16_bits(tmp_path):
+    values = np.arange(64).reshape(8, 8)
+    expected = np.where(values == 5, 200, values)
+    for name, stored, transparent in (("8", values.astype(np.uint8), 5), ("16", (values * 257).astype(np.uint16), 5 * 257)):
+        Image.fromarray(stored).save(file := tmp_path / f"{name}.png", transparency=transparent)
+        image, notes = read_rgb(file, "rgb(200, 200, 200)", value_range=(0, 65535))
+        assert np.array_equal(np.asarray(image)[..., 0], expected) and notes == ["transparent"]
+    Image.fromarray((values * 257).astype(np.uint16)).save(file, transparency=64 * 257)  # which no pixel has
+    image, notes = read_rgb(file, "black", value_range=(0, 65535))
+    assert np.array_equal(np.asarray(image)[..., 0], values) and notes == []
+
+
 def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tmp_path, caplog):
     values = np.linspace(1000, 3000, 64).reshape(8, 8)
     for name, pixels in (("a/deep.png", values.astype(np.uint16)), ("b/float.tiff", values.astype(np.float32))):
