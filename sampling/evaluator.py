@@ -32,7 +32,7 @@ from evaluations.features import (
 from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import compute_metrics, jackknife
 from latents.image_sets import holds_shards, open_image_set
-from runtime.processes import gather_on_main, on_main
+from runtime.processes import gather_on_main, keep_on_main, on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -216,14 +216,14 @@ class Evaluator:
         return values
 
     def _load_reference(self, images: ImageSet, detector: Detector) -> Features | None:
-        is_main = self.accelerator.is_main_process
         statistics = stored_statistics(images, detector)
-        features = read_cache(self.cache, images, detector) if is_main else None
+        features = keep_on_main(lambda: read_cache(self.cache, images, detector))
         if on_main(lambda: features is None):  # other nodes may see another cache folder
-            computed = self._features_of(images, [detector], range(len(images)))
-            if is_main:
-                features = write_cache(self.cache, images, detector, computed[0]) if len(images) else computed[0]
-        return replace(features, statistics=features.statistics | statistics) if is_main else None
+            all_features = self._features_of(images, [detector], range(len(images)))
+            features = keep_on_main(
+                lambda: write_cache(self.cache, images, detector, *all_features) if len(images) else all_features[0]
+            )
+        return replace(features, statistics=features.statistics | statistics) if features is not None else None
 
     def _features_of(self, images: ImageSet, detectors: Sequence[Detector], items: Sequence[int]) -> list[Features]:
         """Compute features of the images with the ascending indices `items`."""

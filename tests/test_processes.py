@@ -3,12 +3,14 @@
 import json
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from forked import Command, free_port
 
 from common.errors import UserError
 from runtime import machine, processes
+from sampling import evaluator
 
 SCRIPT = """
 import json, sys, time
@@ -119,6 +121,21 @@ def test_processes_wait_for_one_that_works_alone_for_longer_than_the_timeout_of_
     assert main[0] == other[0] == 0 and main[3] == other[3] == "refused"
     assert main[2] is True and other[2] is None
     assert (main[1], other[1]) == ([[0, 7], [1, 7]], [])
+
+
+def test_the_other_processes_get_an_error_of_the_main_process_in_the_cache_of_a_reference(monkeypatch, tmp_path):
+    def refuse(*_):
+        raise UserError("the cache is refused")
+
+    sent = []
+    monkeypatch.setattr(processes, "_group", object())
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda result, **_: sent.append(result))
+    monkeypatch.setattr(evaluator, "read_cache", refuse)
+    with pytest.raises(UserError, match="the cache is refused"):
+        detector, reference = SimpleNamespace(name="digits"), SimpleNamespace(statistics={})
+        evaluator.Evaluator(SimpleNamespace(is_main_process=True), [detector], reference, 8, tmp_path)
+    assert [str(error) for _, error in sent] == ["the cache is refused"]
 
 
 def test_the_wait_for_a_process_that_hangs_ends_with_an_error(run):
