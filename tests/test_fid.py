@@ -265,7 +265,7 @@ def test_only_weights_that_a_detector_loads_tell_evaluations_apart(tmp_path):
     def hashed(*detectors):
         files = {key: str(tmp_path / key) for key in ("detector_weights", "dinov2_weights")}
         others = {"num_samples": 2, "first_seed": 0, "background": "white", "reference": None}
-        return {*hash_weights(schema.SharedEvaluation(detector=[*detectors], **files, **others))}
+        return {*hash_weights(schema.SharedEvaluationSettings(detector=[*detectors], **files, **others))}
 
     assert hashed("digits") == set() and hashed("digits", "dinov2") == {"dinov2_weights"}
     assert hashed("inception") == hashed("small-mine", "digits") == {"detector_weights"}

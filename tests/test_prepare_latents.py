@@ -30,7 +30,7 @@ from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.dataset import LatentDataset
 from latents.prepare.inspect import OriginalImages
-from latents.prepare.labelled_images import describe_classes, open_labelled_images
+from latents.prepare.labelled_images import TarImages, describe_classes, open_labelled_images
 from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
 from training.data import open_data
@@ -620,7 +620,9 @@ def test_images_are_read_from_tars(tmp_path, vae):
 def test_tars_of_equal_names_in_several_folders_are_told_apart(tmp_path, caplog):
     for folder in "ab":
         write_image_tars(tmp_path / "tars" / folder, np.random.default_rng(ord(folder)))
-    bad, at = tmp_path / "tars" / "a" / "0.tar", open_labelled_images(tmp_path / "tars").items[1].start
+    images = open_labelled_images(tmp_path / "tars")
+    assert isinstance(images, TarImages)
+    bad, at = tmp_path / "tars" / "a" / "0.tar", images.items[1].start
     bad.write_bytes(bad.read_bytes()[:at] + bytes(100) + bad.read_bytes()[at + 100 :])
     found = open_labelled_images(tmp_path / "tars")
     assert len({*found.names}) == 12 and found.names[1] == "a/0.tar/0000001.png"
