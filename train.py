@@ -55,7 +55,7 @@ def main(cfg: TrainConfig) -> float | None:
     validation = open_validation(cfg, dataset)
     run = RunFolder(cfg.output_dir, cfg.name)
     plan = processes.on_main(partial(plan_training, cfg, run, dataset))
-    processes.check_same_files(partial(plan.file_fingerprints, dataset, validation))
+    processes.check_same_files(partial(plan.file_fingerprints, cfg, dataset, validation))
 
     # Build the network and everything that needs it.
     set_seed(cfg.seed)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.downloads import fetch_from_hub
-from common.errors import UserError, first_line
+from common.errors import UserError, as_user_error, first_line
 from common.files import hash_bytes, hash_file, read_json
 from common.progress import log_if_slow
 
@@ -123,7 +123,8 @@ def hash_local_files(spec: str) -> str | None:
         return None
     suffixes = (".json", ".safetensors", ".bin", ".pt")
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
-    hashes = [_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    with as_user_error(path):
+        hashes = [_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hash_bytes("".join(hashes).encode())
 
 
@@ -155,7 +156,6 @@ def known_scaling(spec: str) -> Scaling | None:
     return known.get(kind)
 
 
-@functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
 def build(spec: str, device: torch.device, channels: int | None = None, precision: str = "fp32") -> Autoencoder:
     """Build an autoencoder. `spec` is identity, sd-vae:<hub id or folder> or va-vae:<file or folder>, as in sampling.autoencoder.
 
@@ -169,7 +169,13 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
     if spec == "none":
         raise UserError("autoencoder=none: the shards name no autoencoder; set autoencoder= to decode them")
     if spec != "identity":
-        return KLAutoencoder(spec, device, channels, precision)
+        return _load(spec, hash_local_files(spec), device, channels, precision)
     if channels not in (None, 1, 3):
         raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
     return Identity()
+
+
+@functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
+def _load(spec: str, local_hash: str | None, device: torch.device, channels: int | None, precision: str) -> KLAutoencoder:
+    """Load an autoencoder. `local_hash` is the `hash_local_files` of `spec`: files that were replaced are loaded again."""
+    return KLAutoencoder(spec, device, channels, precision)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from evaluations.features import (
 from evaluations.images import ImageSet, NpzImages, evaluation_order
 from evaluations.suite import compute_metrics, jackknife
 from latents.image_sets import holds_shards, open_image_set
-from runtime.processes import gather_on_main, keep_on_main, on_main
+from runtime.processes import FileFingerprint, fingerprint_file, gather_on_main, keep_on_main, on_main
 from sampling.sampler import ImageSampler
 
 log = logging.getLogger(__name__)
@@ -43,14 +42,23 @@ def build_detectors(settings: schema.SharedEvaluationSettings, accelerator: Acce
     return [_build_detector(name, settings, accelerator) for name in settings.all_detectors]
 
 
+def weights_files(settings: schema.SharedEvaluationSettings) -> dict[str, Path]:
+    """Return the weights file of each key that a configured detector loads. Published and bundled weights have none."""
+    loaded = {"detector_weights": settings.owners_of_weights, "dinov2_weights": "dinov2" in settings.all_detectors}
+    return {key: Path(file) for key, is_loaded in loaded.items() if is_loaded and (file := getattr(settings, key)) is not None}
+
+
+def fingerprint_weights(settings: schema.SharedEvaluationSettings) -> list[FileFingerprint]:
+    """Return what this process sees of the weights files of the detectors."""
+    return [fingerprint_file(f"evaluation.{key}", file)._replace(path=file) for key, file in weights_files(settings).items()]
+
+
 def hash_weights(settings: schema.SharedEvaluationSettings) -> dict[str, str]:
     """Return the hash of each weights file that a configured detector loads. Published and bundled weights have none."""
     hashes = {}
-    loaded = {"detector_weights": settings.owners_of_weights, "dinov2_weights": "dinov2" in settings.all_detectors}
-    for key in (key for key, is_loaded in loaded.items() if is_loaded):
-        if (file := getattr(settings, key)) is not None:
-            with as_user_error(f"evaluation.{key}={file}"):
-                hashes[key] = hash_file(Path(file))
+    for key, file in weights_files(settings).items():
+        with as_user_error(f"evaluation.{key}={file}"):
+            hashes[key] = hash_file(file)
     return hashes
 
 
@@ -80,7 +88,7 @@ def open_reference(
     detectors: Sequence[str],
     resolution: int | None = None,
     background: str = "white",
-    encoded_with: Mapping[str, object] = MappingProxyType({}),
+    encoded_with: Iterable[Mapping[str, object]] = (),
 ) -> ImageSet:
     """Open the reference at `path`. If `path` is a folder of images, they are cropped to `resolution` with ADM's centre crop.
 
@@ -88,7 +96,7 @@ def open_reference(
         detectors: Names of the detectors that will be applied to the reference.
         resolution: Height of the samples in pixels. Stored images of another height only cause a warning.
         background: Colour that the training latents have behind transparent images.
-        encoded_with: Settings of `prepare_latents.py encode` that made the training latents, if they are known.
+        encoded_with: Settings of `prepare_latents.py encode` that made the latents of each run, if they are known.
 
     Raises:
         UserError: The reference cannot be opened, was made with another background, or has fewer than two images and no
@@ -101,10 +109,10 @@ def open_reference(
             "https://github.com/openai/guided-diffusion/tree/main/evaluations, `prepare_latents.py reference` makes one)"
         )
     is_folder = Path(path).is_dir() and not holds_shards(path)
-    if is_folder and (pad := encoded_with.get("pad")):
+    if is_folder and (pad := next((settings["pad"] for settings in encoded_with if settings.get("pad")), None)):
         remedy = f"use shards of pixels (`prepare_latents.py encode autoencoder=identity pad={pad}`), or an .npz of padded images"
         raise UserError(f"{key}={path}: the training images were encoded with pad={pad}, but a folder is only cropped; {remedy}")
-    if is_folder and encoded_with.get("grey"):
+    if is_folder and any(settings.get("grey") for settings in encoded_with):
         log.warning("%s=%s: the training images were encoded with grey=true; colour images in a folder stay coloured", key, path)
     with prefix_errors(key):
         images = open_image_set(path, crop=resolution if is_folder else None, background=background)

@@ -31,8 +31,8 @@ from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
 from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint, fingerprint_file
-from sampling.evaluator import open_reference
-from sampling.recipe import Recipe, fingerprint_weak_checkpoints
+from sampling.evaluator import fingerprint_weights, open_reference
+from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
 from sampling.score import scoring_settings, settings_of_samples
 
 log = logging.getLogger(__name__)
@@ -103,11 +103,13 @@ class FidPlan:
         files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
         opened = [FileFingerprint(name, images.path, images.spot_check()) for name, images in sets.items()]
-        return [*(fingerprint_file(key, file) for file in files), *fingerprint_weak_checkpoints(recipes), *opened]
+        seen = [fingerprint_file(key, file) for file in files]
+        return [*seen, *fingerprint_files_of(recipes), *fingerprint_weights(self.evaluation), *opened]
 
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
+    resolve_weak_checkpoint.cache_clear()
     plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
     folders = ", ".join(dict.fromkeys(str(results.folder) for results in plan.results.values()))
     numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
@@ -263,12 +265,12 @@ def common_resolution(checkpoints: Sequence[Checkpoint]) -> int | None:
     return next(iter(sizes))
 
 
-def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> dict[str, object]:
-    """Return the settings that encoded the runs' latents, if the latents are on this machine."""
-    settings = {}
+def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, object]]:
+    """Return the settings that encoded each run's latents, if the latents are on this machine."""
+    settings = []
     for checkpoint in checkpoints:
         with contextlib.suppress(UserError):  # a damaged manifest does not stop an evaluation
-            settings |= read_manifest_at(checkpoint.config.data.path).get("settings", {})
+            settings.append(read_manifest_at(checkpoint.config.data.path).get("settings", {}))
     return settings
 
 

@@ -5,7 +5,7 @@ The main process builds the recipes of a command, and shares them with the other
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -145,10 +145,13 @@ def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
     return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
 
 
-def fingerprint_weak_checkpoints(recipes: Iterable[Recipe]) -> list[FileFingerprint]:
-    """Return what this process sees of the checkpoints of weak networks."""
+def fingerprint_files_of(recipes: Sequence[Recipe]) -> list[FileFingerprint]:
+    """Return what this process sees of the checkpoints of weak networks, and of local autoencoders."""
     files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
-    return [fingerprint_file("guidance.checkpoint", file) for file in files]
+    specs = dict.fromkeys(recipe.sampling.autoencoder for recipe in recipes if recipe.autoencoder_hash)
+    decoders = [(Path(spec.partition(":")[2]), autoencoders.hash_local_files(spec)) for spec in specs]
+    seen = [FileFingerprint("sampling.autoencoder", path, local_hash) for path, local_hash in decoders]
+    return [fingerprint_file("guidance.checkpoint", file) for file in files] + seen
 
 
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
@@ -241,7 +244,10 @@ def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainCo
 
 @lru_cache(maxsize=100)
 def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
-    """Find and verify the weak checkpoint. Caching gives all points of a process the same one while a run trains."""
+    """Find and verify the weak checkpoint. Caching gives all recipes of a plan the same one while a run trains.
+
+    A plan clears the cache first, because a sweep may have made another plan in this process.
+    """
     return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
 
 

@@ -41,7 +41,7 @@ from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint, barrier, fingerprint_file
-from sampling.recipe import Recipe, fingerprint_weak_checkpoints
+from sampling.recipe import Recipe, fingerprint_files_of
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class SamplePlan:
         """Return what this process sees of the files that all processes read."""
         return [
             fingerprint_file("checkpoint", self.recipe.checkpoint.manifest_file),
-            *fingerprint_weak_checkpoints([self.recipe]),
+            *fingerprint_files_of([self.recipe]),
         ]
 
 

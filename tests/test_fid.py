@@ -30,7 +30,7 @@ from evaluations.tables import ResultsTable, columns_of, differ_significantly, w
 from extras.report.runs import read_runs
 from latents import autoencoders
 from sampling import fid_plan, fid_run
-from sampling.evaluator import hash_weights
+from sampling.evaluator import hash_weights, open_reference
 from sampling.sampler import ImageSampler
 from training.trainer import Trainer
 
@@ -807,3 +807,10 @@ def test_differences_are_judged_group_by_group():
     assert differ_significantly(first, record("a", 45.0), "fid") is None  # too few samples: the tables show no mark
     lacks_a_group = record("a", 45.0, low[1:])  # of an earlier version, which left out infinite values
     assert differ_significantly(first, lacks_a_group, "fid") is None and differ_significantly(lacks_a_group, first, "fid") is None
+
+
+def test_a_folder_is_no_reference_if_the_images_of_any_run_were_padded(tmp_path):
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "a.png")
+    for runs in ([{"pad": 2}, {"pad": 0}], [{"pad": 0}, {"pad": 2}], [{}, {"pad": 2}]):
+        with pytest.raises(UserError, match=f"evaluation.reference={tmp_path}: the training images were encoded with pad=2"):
+            open_reference(str(tmp_path), "evaluation.reference", ["digits"], resolution=8, encoded_with=runs)

@@ -60,6 +60,7 @@ def errors(folder, name):
         ("sweep", "checkpoints"),
         ("data", "data.path"),
         ("reference", "evaluation.reference"),
+        ("detector", "evaluation.detector_weights"),
         ("latents", "output"),
         ("weights", "autoencoder"),
     ],
@@ -70,6 +71,7 @@ def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, k
         "output": "images",
         "data": "data",
         "reference": "other.npz",
+        "detector": "vae",
         "latents": "latents",
         "weights": "vae",
     }

@@ -48,6 +48,10 @@ RUNS = {
     "sweep": ("fid", [*FID, f"checkpoints={HERE}"]),
     "data": ("train", [*TINY, "name=other", "output_dir=runs", "data.path=data"]),
     "reference": ("fid", [*FID, f"checkpoint={SHARED}", "output=judged", "evaluation.reference=other.npz"]),
+    "detector": (
+        "fid",
+        [*FID, f"checkpoint={SHARED}", "output=judged", "evaluation.detector=small-x", "evaluation.detector_weights=vae"],
+    ),
     "cached_by_one": ("fid", [*FID, f"checkpoint={SHARED}", "output=scores"]),
     "shared": ("sample", [*FEW, f"checkpoint={SHARED}", "output={shared}/images"]),
     "latents": ("prepare_latents", [*ENCODE, "output=latents"]),

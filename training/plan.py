@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.run import RunFolder
@@ -11,8 +12,8 @@ from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
 from runtime.processes import FileFingerprint, fingerprint_file
-from sampling.evaluator import open_reference
-from sampling.recipe import Recipe, fingerprint_weak_checkpoints
+from sampling.evaluator import fingerprint_weights, open_reference
+from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
 from sampling.score import scoring_settings
 from training import tracking
 
@@ -43,15 +44,20 @@ class TrainPlan:
     def recipes(self) -> list[Recipe]:
         return [*self.evaluation_recipes, *([self.grid_recipe] if self.grid_recipe else [])]
 
-    def file_fingerprints(self, dataset: LatentDataset, validation: LatentDataset | None) -> list[FileFingerprint]:
+    def file_fingerprints(
+        self, cfg: TrainConfig, dataset: LatentDataset, validation: LatentDataset | None
+    ) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
         seen = [fingerprint_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
-        seen += fingerprint_weak_checkpoints(self.recipes)
+        seen += fingerprint_files_of(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         if (reference := self.reference) is not None:
             seen.append(FileFingerprint("evaluation.reference", reference.path, reference.spot_check()))
+            seen += fingerprint_weights(cfg.evaluation)
+        if file := getattr(cfg.alignment, "encoder_weights", None):
+            seen.append(fingerprint_file("alignment.encoder_weights", Path(file))._replace(path=Path(file)))
         return seen
 
 
@@ -66,6 +72,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     tracking.check_folder(run, cfg.wandb.mode)
     if cfg.evaluation.every:
         run.results.ensure_writable()
+    resolve_weak_checkpoint.cache_clear()
     grid = plan_grid(cfg)
     evaluation_recipes = plan_evaluation_recipes(cfg)
     reference, scoring = plan_scoring(cfg, dataset) if evaluation_recipes else (None, {})
@@ -99,6 +106,6 @@ def plan_scoring(cfg: TrainConfig, dataset: LatentDataset) -> tuple[ImageSet, di
         evaluation.all_detectors,
         resolution=cfg.data.resolution,
         background=evaluation.background,
-        encoded_with=dataset.encode_settings,
+        encoded_with=[dataset.encode_settings],
     )
     return reference, scoring_settings(evaluation, reference)
