@@ -11,7 +11,7 @@ from checkpoints.checkpoint import Checkpoint, find_newest, preview_checkpoint, 
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
-from configs.differences import Change, differences, differences_for
+from configs.differences import Change, differences, differences_by_role
 from routing_module import num_kept_tokens
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
-    changed = differences_for("init_all" if cfg.init_state == "all" else "init_weights", stored, cfg)
+    changed = differences_by_role("init_all" if cfg.init_state == "all" else "init_weights", "refuses", stored, cfg)
     if stored.model.module_name != cfg.model.module_name:
         changed.append(Change("model.name", stored.model.name, cfg.model.name))
     if changed:
@@ -146,7 +146,7 @@ def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
 def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
     """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
     stored = checkpoint.config
-    fixed, changed = differences_for("resume", stored, cfg), changes_on_resume(stored, cfg)
+    fixed, changed = differences_by_role("resume", "refuses", stored, cfg), changes_on_resume(stored, cfg)
     if fixed or (changed and cfg.resume != "changed"):
         problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join(map(str, [*fixed, *changed]))}"
         remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
@@ -155,7 +155,7 @@ def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> No
 
 def changes_on_resume(stored: schema.TrainConfig, cfg: schema.TrainConfig) -> list[Change]:
     """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
-    changed = differences_for("resume", stored, cfg, "asks")
+    changed = differences_by_role("resume", "asks", stored, cfg)
     before, now = stored.train.num_steps, cfg.train.num_steps
     if before > now or (cfg.train.schedule == "cosine" and before != now):
         changed.append(Change("train.num_steps", before, now))

@@ -30,7 +30,7 @@ def differences(stored: Settings | dict, current: Settings | dict) -> list[Chang
     ]
 
 
-def differences_for(use: str, stored: TrainConfig, current: TrainConfig, answer: str = "refuses") -> list[Change]:
+def differences_by_role(use: str, answer: str, stored: TrainConfig, current: TrainConfig) -> list[Change]:
     """Return the `differences` of two training configurations in the keys whose role has this `answer` for `use`."""
     roles = roles_of(stored) | roles_of(current)
     return [change for change in differences(stored, current) if getattr(roles[change.key], use) == answer]

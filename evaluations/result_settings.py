@@ -18,35 +18,35 @@ class ResultSetting(NamedTuple):
     Attributes:
         kind: Evaluations with other values are other evaluations, except for a `path`: a hash identifies its files, which may be
             moved. Tables show a `hash` only where lines would look the same.
-        ranked: Tables rank only evaluations that agree in this setting.
-        usual: Value that compares as if the setting were missing. A new setting needs the value that older records meant.
+        separates_ranking: Tables rank only evaluations that agree in this setting.
+        value_if_missing: What records without the setting mean. A new setting needs the value that older records meant.
     """
 
     kind: Literal["value", "path", "hash"]
-    ranked: Literal["alike", "all"] = "all"
-    usual: object = None
+    separates_ranking: bool = False
+    value_if_missing: object = None
 
 
 RESULT_SETTINGS = {
     "weights": ResultSetting("value"),
     "ema_length": ResultSetting("value"),
     "network_precision": ResultSetting("value"),
-    "labels": ResultSetting("value", "alike", usual="random"),
-    "rounding": ResultSetting("value", "alike", usual="round"),
-    "autoencoder": ResultSetting("value", "alike"),
-    "num_samples": ResultSetting("value", "alike"),
-    "first_seed": ResultSetting("value", "alike", usual=0),
-    "detector": ResultSetting("value", "alike"),
+    "labels": ResultSetting("value", separates_ranking=True, value_if_missing="random"),
+    "rounding": ResultSetting("value", separates_ranking=True, value_if_missing="round"),
+    "autoencoder": ResultSetting("value", separates_ranking=True),
+    "num_samples": ResultSetting("value", separates_ranking=True),
+    "first_seed": ResultSetting("value", separates_ranking=True, value_if_missing=0),
+    "detector": ResultSetting("value", separates_ranking=True),
     "latents": ResultSetting("value"),  # the hash of held-out latents, which have no other name
     "images": ResultSetting("path"),
     "reference": ResultSetting("path"),
     "guidance.checkpoint": ResultSetting("path"),
     "images_hash": ResultSetting("hash"),
     "class_names_hash": ResultSetting("hash"),  # of images on disk, on which class_agreement depends
-    "reference_hash": ResultSetting("hash", "alike"),
-    "autoencoder_hash": ResultSetting("hash", "alike"),
-    "detector_weights": ResultSetting("hash", "alike"),
-    "dinov2_weights": ResultSetting("hash", "alike"),
+    "reference_hash": ResultSetting("hash", separates_ranking=True),
+    "autoencoder_hash": ResultSetting("hash", separates_ranking=True),
+    "detector_weights": ResultSetting("hash", separates_ranking=True),
+    "dinov2_weights": ResultSetting("hash", separates_ranking=True),
     "ema_hash": ResultSetting("hash"),
     "guidance.checkpoint_hash": ResultSetting("hash"),
 }
@@ -54,11 +54,14 @@ HASHES = [name for name, setting in RESULT_SETTINGS.items() if setting.kind == "
 
 
 def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings without paths and usual values. Evaluations in which these are equal measure in the same way."""
+    """Return the settings without paths, and without values that a missing setting means.
+
+    Evaluations in which these are equal measure in the same way.
+    """
 
     def counts(name: str, value: object) -> bool:
         setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
-        return setting.kind != "path" and value != setting.usual
+        return setting.kind != "path" and value != setting.value_if_missing
 
     as_stored = json.loads(json.dumps(dict(settings)))
     return {name: value for name, value in as_stored.items() if counts(name, value)}
@@ -67,7 +70,7 @@ def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
 def ranking_group(settings: Mapping[str, object]) -> tuple:
     """Return the values in which evaluations must agree to be ranked: equally many, equally drawn images, the same reference."""
     values = comparable_settings(settings)
-    return tuple(values.get(name) for name, setting in RESULT_SETTINGS.items() if setting.ranked == "alike")
+    return tuple(values.get(name) for name, setting in RESULT_SETTINGS.items() if setting.separates_ranking)
 
 
 def sampler_for_results(sampler: Sampler) -> dict[str, object]:

@@ -18,7 +18,7 @@ from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from configs import schema
-from configs.differences import differences_for
+from configs.differences import differences_by_role
 from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
 from configs.settings import complete_overrides
 from dit import DiT
@@ -262,7 +262,7 @@ def resolve_guidance(
     if getattr(settings, "checkpoint", None) is None:
         return settings, None
     weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
-    if changed := differences_for("guidance", weak.config, run_config):
+    if changed := differences_by_role("guidance", "refuses", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
     return settings.model_copy(update={"checkpoint": str(weak.path)}), weak

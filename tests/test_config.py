@@ -12,7 +12,7 @@ from cli.hydra_setup import CONFIGS
 from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
-from configs.differences import differences_for
+from configs.differences import differences_by_role
 from configs.sampling_schema import parse_numbers, sampler_of_run
 from configs.settings import Settings, complete_overrides, flatten, read_stored
 from extras.ddpm import AncestralSampler
@@ -205,7 +205,7 @@ def test_the_defaults_are_the_papers_except_for_the_digits():
     assert (cfg.diffusion.P_mean, cfg.diffusion.P_std, cfg.diffusion.sigma_data) == (-1.2, 1.2, 0.5)
     assert cfg.sampler.num_steps == 40
     dit, tread = (checked([f"model={model}"]) for model in ("dit", "tread"))
-    assert [change.key for change in differences_for("resume", dit, tread)] == ["model.name", "model.routes"]
+    assert [change.key for change in differences_by_role("resume", "refuses", dit, tread)] == ["model.name", "model.routes"]
 
 
 def test_every_key_has_a_comment():

@@ -291,7 +291,7 @@ def test_a_new_key_neither_refuses_a_resume_nor_splits_the_seeds_of_an_experimen
 
 
 def test_a_new_condition_repeats_no_evaluation_and_splits_no_figure(monkeypatch):
-    monkeypatch.setitem(RESULT_SETTINGS, "crop", ResultSetting("value", usual="none"))
+    monkeypatch.setitem(RESULT_SETTINGS, "crop", ResultSetting("value", value_if_missing="none"))
     results = Results(RUN / "evaluations", RUN)
     stored = results.records[-1]
     for crop in ({}, {"crop": "none"}, {"crop": "square"}):

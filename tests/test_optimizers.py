@@ -10,7 +10,7 @@ from definition import small
 from checkpoints import start_checkpoint, store
 from checkpoints.checkpoint import read_checkpoint
 from common.errors import UserError
-from configs.differences import differences_for
+from configs.differences import differences_by_role
 from training.optimizers import OPTIMIZERS
 
 ARGUMENTS = ["checkpoint.every=3", "train.warmup_steps=2", "train.schedule=cosine", "train.grad_clip_norm=0.5"]
@@ -75,7 +75,7 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     checkpoint = read_checkpoint(runs / "adamw" / "checkpoints" / store.folder_name(3))
     stored = checkpoint.config.model_copy(update={"init_state": "all"})
     other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
-    assert differences_for("resume", stored, other) == [("train.optimizer", "adamw", "sgd")]
+    assert differences_by_role("resume", "refuses", stored, other) == [("train.optimizer", "adamw", "sgd")]
     with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
         start_checkpoint.check_initial(checkpoint, other)
     start_checkpoint.check_initial(checkpoint, stored)

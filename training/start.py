@@ -15,7 +15,7 @@ from checkpoints.run import RunFolder
 from checkpoints.start_checkpoint import changes_on_resume, open_new_run
 from common.errors import UserError
 from common.files import append_line
-from configs.differences import differences_for
+from configs.differences import differences_by_role
 from runtime.compilation import resolve_compile
 from training import optimizers
 from training.plan import TrainPlan
@@ -55,7 +55,7 @@ def restore_config(run: RunFolder, newest: Checkpoint) -> None:
     A start with more steps may have written config.yaml, and have ended before it saved a checkpoint.
     """
     with contextlib.suppress(UserError):  # the file is missing, or is not a configuration
-        if differences_for("report", read_config(run.path), newest.config, "separates"):
+        if differences_by_role("report", "separates", read_config(run.path), newest.config):
             run.write_config(newest.config.model_dump())
 
 
