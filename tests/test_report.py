@@ -467,19 +467,6 @@ def test_the_hash_of_a_checkpoint_tells_whose_evaluation_it_is(tmp_path, monkeyp
     assert found(tmp_path) == ({"run0": [32.0], "run1": [33.0]}, ["results of run1, for another checkpoint at step 400000"])
 
 
-def test_a_record_in_the_folder_of_another_run_counts_for_the_run_that_it_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(Run, "checkpoint_hashes", property(lambda run: {}))
-    first, second = (make_run(tmp_path, f"experiment={TREAD}", f"seed={i}", name=name) for i, name in enumerate("ab"))
-    evaluate(second, 400_000, {"fid": 30.0}, first / "evaluations" / "results.jsonl", checkpoint="c")
-
-    def figures(*folders):
-        runs, _ = read_runs(folders)
-        return {run.path.name: [v[400_000] for m, v in run.figures.items() if m.metric == "fid"] for run in runs}
-
-    assert figures(tmp_path) == {"a": [], "b": [30.0]}
-    assert figures(first) == {"a": [30.0]}  # it may have been called b
-
-
 def test_a_run_that_resumed_with_another_sampler_stays_in_its_experiment(tmp_path):
     for seed, num_steps in ((0, 40), (1, 20)):
         folder = make_run(tmp_path, f"experiment={TREAD}", f"seed={seed}", f"sampler.num_steps={num_steps}", name=f"run{seed}")

@@ -195,16 +195,14 @@ def add_records(file: Path, records: Sequence[EvaluationRecord], runs: Sequence[
 
     The hash of a checkpoint identifies its run, even if the folder was moved. A record of a checkpoint that is gone belongs to
     the run in whose folder the file lies, or else to the only run with its name, unless it has another checkpoint at the step.
-    The run in whose folder the file lies may have another name, because the folder was renamed, unless another run has the name.
     """
     orphans = set()
     folder = file.parent.parent
     own = [run for run in runs if run.path == folder] if file.parent.name == "evaluations" else []
     for record in records:
-        with_name = [run for run in runs if run.path.name == record.run]
-        named = [run for run in own if run in with_name] or with_name or own
+        named = own or [run for run in runs if run.path.name == record.run]
         if record.checkpoint is None:
-            matches = [run for run in own if run in named]
+            matches = own
         else:
             matches = [run for run in runs if record.checkpoint in run.checkpoint_hashes.values()]
             if not matches and len(named) == 1 and record.step not in named[0].checkpoint_hashes:
