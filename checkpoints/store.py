@@ -79,7 +79,7 @@ def list_steps(root: Path) -> dict[int, Path]:
 
 
 def save(root: Path, step: int, tensors: CheckpointTensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
-    """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and those that `_is_kept` keeps.
+    """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and those that `is_kept` keeps.
 
     If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
 
@@ -111,15 +111,15 @@ def save(root: Path, step: int, tensors: CheckpointTensors, state: dict, config:
 
 
 def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
-    """Delete all checkpoints except the newest keep_last and those that `_is_kept` keeps."""
+    """Delete all checkpoints except the newest keep_last and those that `is_kept` keeps."""
     for step, path in list(list_steps(root).items())[:-keep_last]:
-        if not _is_kept(step, path, keep_every):
+        if not is_kept(step, path, keep_every):
             with contextlib.suppress(OSError):  # the next save tries again to delete the folder
                 # Rename the folder first, because a partly deleted checkpoint must not look complete.
                 shutil.rmtree(path.rename(root / f".del_{path.name}"))
 
 
-def _is_kept(step: int, folder: Path, keep_every: int) -> bool:
+def is_kept(step: int, folder: Path, keep_every: int) -> bool:
     """Return whether `step` is a multiple of keep_every, or of the value with which the checkpoint was saved.
 
     A longer run may have a larger keep_every (`training.data.fill_in_lengths`), and must not delete what the shorter one kept.

@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class Diverged(UserError):
-    """The loss or the weights of a run are no longer finite, or the loss is too large."""
+    """The loss, the weights or the outputs of a network are no longer finite, or the loss is too large."""
 
 
 def first_line(error: Exception) -> str:

@@ -73,9 +73,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
     ) -> EvaluationRecord:
         """Return the record of this evaluation. The arguments are fields of `EvaluationRecord`."""
         figures = {"metrics": metrics, "cost": cost or {}, "by_level": by_level or [], "evaluation_sec": evaluation_sec}
-        return EvaluationRecord.model_construct(
-            **dict(self), **figures
-        )  # without checks, because a loss that diverged may be NaN
+        return EvaluationRecord.model_construct(**dict(self), **figures)  # without checks, because a metric may be NaN
 
 
 class EvaluationRecord(PlannedEvaluation):
@@ -138,10 +136,8 @@ class Results:
         self.folder, self.run_folder, self._is_optional = folder, run_folder, is_optional
         self.file = folder / "results.jsonl"
         self._is_writable = True
-        self._stored: tuple[int, list[EvaluationRecord]] = (
-            0,
-            [],
-        )  # the size of results.jsonl when it was read last, and its records
+        # The size of results.jsonl when it was read last, and its records.
+        self._stored: tuple[int, list[EvaluationRecord]] = (0, [])
         self._unstored: list[EvaluationRecord] = []  # records that could not be written
 
     @property

@@ -26,6 +26,7 @@ from configs.schema import Machine, SharedEvaluationSettings
 from configs.settings import as_list, complete_overrides
 from evaluations.images import ImageSet
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
+from evaluations.suite import metrics_for
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
@@ -166,7 +167,8 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
     warn_of_jpegs(images, reference)
     output = output_for_images(cfg, images)
     settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
-    if images.labels is not None and images.class_names:
+    metrics = [metric.name for detector in evaluation.all_detectors for metric in metrics_for(detector)]
+    if images.labels is not None and images.class_names and any(name.startswith("class_agreement") for name in metrics):
         settings["class_names_hash"] = hash_bytes(json.dumps(images.class_names).encode())
     points = [FidPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
     results = {None: Results(output).ensure_writable()}

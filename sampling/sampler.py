@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import Diverged
 from common.images import to_uint8
 from common.randomness import SeedRandom, derive_seed
 from configs.schema import Data, Diffusion, Sampler
@@ -88,7 +88,7 @@ class ImageSampler:
         flops = sum(number * net.forward_flops(ratios) for (net, ratios), number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         if not latents.isfinite().all():
-            raise UserError(
+            raise Diverged(
                 f"the network returns NaN or infinity with sampling.precision={self.precision}; its weights may have diverged"
             )
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))

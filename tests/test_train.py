@@ -896,9 +896,9 @@ def test_a_loss_that_explodes_but_stays_finite_ends_the_run_before_a_checkpoint_
     assert all(value.isfinite().all() for value in store.load_weights(last, "raw").values())
 
 
-@pytest.mark.parametrize("hook", [GRIDS, EVALUATION])
+@pytest.mark.parametrize("hook", [GRIDS, EVALUATION, [*GRIDS, "sample_grid.every=1"], [*EVALUATION, "evaluation.every=1"]])
 def test_a_run_that_diverges_before_a_hook_runs_its_network_ends_with_diverged(train, hook):
-    with pytest.raises(Diverged, match="the loss became NaN, infinite or above 1e.06 by step 2"):
+    with pytest.raises(Diverged, match="the network returns NaN or infinity"):
         train("run", "train.lr=1e30", "train.log_every=100", *hook)
 
 

@@ -90,7 +90,10 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     num_parameters = num_trained_parameters(trainer.net)
     num_lengths = len(train.ema_lengths)
     every = cfg.checkpoint.keep_every
+    stored_steps = store.list_steps(run.checkpoints)
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
+    # Checkpoints that only another keep_every keeps.
+    num_checkpoints += sum(store.is_kept(*item, 0) and not (every and item[0] % every == 0) for item in stored_steps.items())
     states = optimizers.expected_state(train, trainer.parameters).values()
     moments = sum(value.nbytes for state in states for value in state.values())
     weights = sum(p.nbytes for p in trainer.parameters.values())  # of the network and, with alignment, the projector
@@ -99,9 +102,8 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     needed = size * num_checkpoints + snapshots
     free = shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
-    num_stored = len(store.list_steps(run.checkpoints))
-    stored = size * num_stored + sum(file.stat().st_size for file in run.snapshots.glob("step_*")) / 1e9
-    if free < size and not num_stored:
+    stored = size * len(stored_steps) + sum(file.stat().st_size for file in run.snapshots.glob("step_*")) / 1e9
+    if free < size and not stored_steps:
         problem = f"the disk of {run.path} has {free:.3g} GB free, and a checkpoint needs {size:.3g} GB"
         raise UserError(f"{problem}; free space, or choose another output_dir=...")
     if needed > free + stored:

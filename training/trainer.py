@@ -272,8 +272,6 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
         self.train_sec += time.perf_counter() - self._start_sec
-        if any(hook.runs_network for hook in due):
-            self.reduce_losses()  # a diverged run ends with Diverged, not with what a hook makes of NaN
         for hook in due:
             if hook.runs_network:
                 self.free_graph()

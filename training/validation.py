@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import Diverged
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from common.randomness import SeedRandom
@@ -56,8 +58,10 @@ class ValidationLossHook(EvaluationHook):
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         start_sec = time.perf_counter()
         sums = trainer.accelerator.reduce(self.measure_bins(trainer), reduction="sum")
-        loss = {"validation_loss": float(sums[0].sum() / sums[1].sum())}
-        return planned.with_figures(loss, time.perf_counter() - start_sec, by_level=means_by_bin(sums))
+        loss = float(sums[0].sum() / sums[1].sum())
+        if not math.isfinite(loss):
+            raise Diverged(f"the validation loss is {loss} after step {trainer.step}; earlier checkpoints are intact")
+        return planned.with_figures({"validation_loss": loss}, time.perf_counter() - start_sec, by_level=means_by_bin(sums))
 
     @torch.no_grad()
     def measure_bins(self, trainer: Trainer) -> Tensor:

@@ -28,7 +28,7 @@ def to_jpeg(pixels: np.ndarray) -> bytes:
 
 @contextlib.contextmanager
 def _as_user_error(name: str) -> Iterator[None]:
-    """Convert any error to a UserError that names an image. Its text holds no other path, because shards store and hash it."""
+    """Convert any error to a UserError that names an image. Errors of files hold no other path, because shards store them."""
     with as_user_error(name):
         try:
             yield

@@ -77,7 +77,8 @@ class LabelledImages:
     """A list of labelled images, which are accessed by index.
 
     Attributes:
-        names: Image paths relative to `path`, all different. The path of an image in a tar is <path of the tar>/<member>.
+        names: Image paths relative to `path`, all different. The path of an image in a tar is <name of the tar>/<member>,
+            or <path of the tar>/<member> if several tars have the same name.
         labels: Class labels [N] in int64.
         all_labels: The labels of all images from which `select` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
@@ -162,7 +163,10 @@ class TarImages(LabelledImages):
     def __init__(self, path: Path, is_labelled: bool = True):
         self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
         folder = path if path.is_dir() else path.parent
-        names = [f"{item.file.relative_to(folder).as_posix()}/{item.name}" for item in self.items]
+        files = {item.file for item in self.items}
+        are_told_apart = len({file.name for file in files}) == len(files)
+        tars = {file: file.name if are_told_apart else file.relative_to(folder).as_posix() for file in files}
+        names = [f"{tars[item.file]}/{item.name}" for item in self.items]
         super().__init__(path, names, [item.label for item in self.items])
 
     def select(self, indices: Sequence[int]) -> TarImages:
