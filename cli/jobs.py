@@ -12,7 +12,7 @@ from hydra.core.utils import JobRuntime, env_override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from cli import hydra_plugins
+from cli import hydra_launchers
 from cli.compose import parse_config
 from cli.hydra_errors import message_for_user
 from cli.hydra_setup import quote_non_ascii
@@ -42,7 +42,7 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     job_errors.clear()  # from an earlier command in this process
 
     def run() -> None:
-        with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_plugins.python_path()}):
+        with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_launchers.python_path()}):
             try:
                 command()
             except SystemExit as stop:  # after a signal
@@ -64,16 +64,16 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     overrides = job_overrides()
     is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
-        hydra_plugins.check_hydra_launcher(hydra_cfg, is_sweep)
+        hydra_launchers.check_hydra_launcher(hydra_cfg, is_sweep)
         settings = parse_config(cfg, settings_class, overrides, is_sweep=is_sweep)
         if is_sweep:
-            hydra_plugins.check_search(hydra_cfg, settings)
+            hydra_launchers.check_search(hydra_cfg, settings)
         metric = main(settings)
-        if hydra_plugins.submitit_executor():  # its process ends without `run_and_print_errors`
+        if hydra_launchers.submitit_executor():  # its process ends without `run_and_print_errors`
             disconnect_processes()
         return metric
     except SystemExit as stop:  # after a signal
-        sys.exit(hydra_plugins.exit_code_of_job(stop.code))
+        sys.exit(hydra_launchers.exit_code_of_job(stop.code))
     except Exception as error:  # noqa: BLE001 (run_hydra raises it again)
         if not is_sweep:
             job_errors.append(error)
@@ -99,13 +99,13 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> fl
     If the run diverged in a search by Optuna or Nevergrad, return the worst metric. With several connected processes, the first
     error ends the sweep, because the others may still be executing the failed run.
     """
-    if has_diverged and (metric := hydra_plugins.worst_metric(hydra_cfg)) is not None:
+    if has_diverged and (metric := hydra_launchers.worst_metric(hydra_cfg)) is not None:
         return metric
-    if hydra_plugins.was_launched_with_others() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
+    if hydra_launchers.was_launched_with_others() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
-    error = UserError(f"{failure}{hydra_plugins.logs_of_job()}")
+    error = UserError(f"{failure}{hydra_launchers.logs_of_job()}")
     job_errors.append(error)
-    if not hydra_plugins.is_plain_sweep(hydra_cfg):
+    if not hydra_launchers.is_plain_sweep(hydra_cfg):
         raise error  # the process of the sweep, or its search, gets the error from Hydra
     return None
 

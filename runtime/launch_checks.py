@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from cli.hydra_plugins import submitit_executor
+from cli.hydra_launchers import submitit_executor
 from common.errors import UserError
 
 log = logging.getLogger(__name__)

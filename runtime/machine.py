@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs
 from hydra.core.hydra_config import HydraConfig
 
-from cli.hydra_plugins import prepare_job, submitit_executor
+from cli.hydra_launchers import prepare_job, submitit_executor
 from cli.jobs import job_overrides
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cli.hydra_plugins import submitit_executor
+from cli.hydra_launchers import submitit_executor
 from common.errors import UserError
 from runtime import processes
 from runtime.machine import LAUNCHER_VARIABLES
