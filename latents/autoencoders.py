@@ -169,13 +169,13 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
     if spec == "none":
         raise UserError("autoencoder=none: the shards name no autoencoder; set autoencoder= to decode them")
     if spec != "identity":
-        return _load(spec, hash_local_files(spec), device, channels, precision)
+        return _load_kl(spec, hash_local_files(spec), device, channels, precision)
     if channels not in (None, 1, 3):
         raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
     return Identity()
 
 
 @functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
-def _load(spec: str, local_hash: str | None, device: torch.device, channels: int | None, precision: str) -> KLAutoencoder:
+def _load_kl(spec: str, local_hash: str | None, device: torch.device, channels: int | None, precision: str) -> KLAutoencoder:
     """Load an autoencoder. `local_hash` is the `hash_local_files` of `spec`: files that were replaced are loaded again."""
     return KLAutoencoder(spec, device, channels, precision)

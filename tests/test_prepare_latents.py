@@ -1,5 +1,6 @@
 """Encoding images gives shards with the autoencoder's latents, even after errors. tests/test_drills.py kills the command."""
 
+import copy
 import io
 import json
 import logging
@@ -235,7 +236,7 @@ def test_encode_refuses_a_folder_with_other_settings_images_weights_or_shards(im
         file.write_bytes(blob)
     with pytest.raises(UserError, match="already holds another data set .made of other items.; choose another folder"):
         encode(others, out, vae)
-    net = autoencoders.build(vae, torch.device("cpu"))
+    net = copy.deepcopy(autoencoders.build(vae, torch.device("cpu")))  # other tests use the cached one
     net.vae.quant_conv.bias.add_(1.0)
     monkeypatch.setattr(autoencoders, "build", lambda *args, **settings: net)
     with pytest.raises(UserError, match="already holds another data set .weights: "):
