@@ -121,8 +121,13 @@ class FileFingerprint(NamedTuple):
 
 
 def fingerprint_file(key: str, file: Path) -> FileFingerprint:
+    """Return what this process sees of a file."""
+    return FileFingerprint(key, file, hash_file(file) if file.is_file() else "missing")
+
+
+def fingerprint_folder(key: str, file: Path) -> FileFingerprint:
     """Return what this process sees of a small file, which shows whether all processes share its folder."""
-    return FileFingerprint(key, file.parent, hash_file(file) if file.is_file() else "missing")
+    return fingerprint_file(key, file)._replace(path=file.parent)
 
 
 def check_same_files(look: Callable[[], Sequence[FileFingerprint]]) -> None:
@@ -157,7 +162,7 @@ def check_new_file(key: str, file: Path) -> None:
     def look() -> FileFingerprint:
         if file.parent.is_dir():
             os.listdir(file.parent)  # opening a folder makes an NFS client ask the server again
-        return fingerprint_file(key, file)
+        return fingerprint_folder(key, file)
 
     if _group is not None:
         expected, deadline = on_main(look).value, time.monotonic() + NEW_FILE_SEC

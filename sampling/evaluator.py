@@ -50,7 +50,7 @@ def weights_files(settings: schema.SharedEvaluationSettings) -> dict[str, Path]:
 
 def fingerprint_weights(settings: schema.SharedEvaluationSettings) -> list[FileFingerprint]:
     """Return what this process sees of the weights files of the detectors."""
-    return [fingerprint_file(f"evaluation.{key}", file)._replace(path=file) for key, file in weights_files(settings).items()]
+    return [fingerprint_file(f"evaluation.{key}", file) for key, file in weights_files(settings).items()]
 
 
 def hash_weights(settings: schema.SharedEvaluationSettings) -> dict[str, str]:

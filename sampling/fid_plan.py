@@ -31,7 +31,7 @@ from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest_at
 from runtime.compilation import check_compile_mode
-from runtime.processes import FileFingerprint, fingerprint_file
+from runtime.processes import FileFingerprint, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
 from sampling.score import scoring_settings, settings_of_samples
@@ -104,7 +104,7 @@ class FidPlan:
         files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
         opened = [FileFingerprint(name, images.path, images.spot_check()) for name, images in sets.items()]
-        seen = [fingerprint_file(key, file) for file in files]
+        seen = [fingerprint_folder(key, file) for file in files]
         return [*seen, *fingerprint_files_of(recipes), *fingerprint_weights(self.evaluation), *opened]
 
 

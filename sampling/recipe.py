@@ -27,7 +27,7 @@ from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
-from runtime.processes import FileFingerprint, fingerprint_file
+from runtime.processes import FileFingerprint, fingerprint_folder
 from sampling.sampler import ImageSampler
 
 
@@ -151,7 +151,7 @@ def fingerprint_files_of(recipes: Sequence[Recipe]) -> list[FileFingerprint]:
     specs = dict.fromkeys(recipe.sampling.autoencoder for recipe in recipes if recipe.autoencoder_hash)
     decoders = [(Path(spec.partition(":")[2]), autoencoders.hash_local_files(spec)) for spec in specs]
     seen = [FileFingerprint("sampling.autoencoder", path, local_hash) for path, local_hash in decoders]
-    return [fingerprint_file("guidance.checkpoint", file) for file in files] + seen
+    return [fingerprint_folder("guidance.checkpoint", file) for file in files] + seen
 
 
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:

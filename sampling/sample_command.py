@@ -40,7 +40,7 @@ from configs.settings import complete_overrides, did_you_mean, read_stored
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
-from runtime.processes import FileFingerprint, barrier, fingerprint_file
+from runtime.processes import FileFingerprint, barrier, fingerprint_folder
 from sampling.recipe import Recipe, fingerprint_files_of
 from sampling.sampler import ImageSampler, draw_labels
 
@@ -77,7 +77,7 @@ class SamplePlan:
     def file_fingerprints(self) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
         return [
-            fingerprint_file("checkpoint", self.recipe.checkpoint.manifest_file),
+            fingerprint_folder("checkpoint", self.recipe.checkpoint.manifest_file),
             *fingerprint_files_of([self.recipe]),
         ]
 

@@ -11,7 +11,7 @@ from checkpoints.start_checkpoint import lock_run_and_find_checkpoint, select_in
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
-from runtime.processes import FileFingerprint, fingerprint_file
+from runtime.processes import FileFingerprint, fingerprint_file, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
 from sampling.score import scoring_settings
@@ -49,7 +49,7 @@ class TrainPlan:
     ) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
         files = {"output_dir": self.newest, "init_from": self.initial}
-        seen = [fingerprint_file(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
+        seen = [fingerprint_folder(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
         seen += fingerprint_files_of(self.recipes)
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
@@ -57,7 +57,7 @@ class TrainPlan:
             seen.append(FileFingerprint("evaluation.reference", reference.path, reference.spot_check()))
             seen += fingerprint_weights(cfg.evaluation)
         if file := getattr(cfg.alignment, "encoder_weights", None):
-            seen.append(fingerprint_file("alignment.encoder_weights", Path(file))._replace(path=Path(file)))
+            seen.append(fingerprint_file("alignment.encoder_weights", Path(file)))
         return seen
 
 
