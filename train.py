@@ -34,7 +34,7 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, saving, tracking
+    from training import build, loading, tracking
     from training.data import open_data, open_validation
     from training.hooks import lowest_metric
     from training.parallel import check_batch_divides
@@ -68,9 +68,9 @@ def main(cfg: TrainConfig) -> float | None:
 
     # Load the checkpoint, and train.
     if plan.newest is not None:
-        saving.restore(trainer, plan.newest)
+        loading.restore(trainer, plan.newest)
     elif plan.initial is not None:
-        saving.load_initial(trainer, plan.initial, cfg.init_state, plan.initial_classes)
+        loading.load_initial(trainer, plan.initial, cfg.init_state, plan.initial_classes)
     processes.on_main(partial(begin_run, trainer, run, plan))
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:

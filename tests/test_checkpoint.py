@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
-from checkpoints.start_checkpoint import find_newest_and_rename_damaged, select_initial_checkpoint
+from checkpoints.run_start import find_newest_and_rename_damaged, select_initial_checkpoint
 from common.errors import UserError
 from common.files import append_line
 

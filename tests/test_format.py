@@ -19,7 +19,7 @@ import prepare_latents
 from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint, read_config
 from checkpoints.run import RunFolder
-from checkpoints.start_checkpoint import check_resume
+from checkpoints.run_start import check_resume
 from cli.compose import compose_overrides
 from common.errors import UserError
 from common.files import REPOSITORY

@@ -7,7 +7,7 @@ import torch
 from conftest import TINY, checked, losses, metrics, run_train, weights
 from definition import small
 
-from checkpoints import start_checkpoint, store
+from checkpoints import run_start, store
 from checkpoints.checkpoint import read_checkpoint
 from common.errors import UserError
 from configs.differences import differences_by_role
@@ -77,8 +77,8 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
     assert differences_by_role("resume", "refuses", stored, other) == [("train.optimizer", "adamw", "sgd")]
     with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
-        start_checkpoint.check_initial(checkpoint, other)
-    start_checkpoint.check_initial(checkpoint, stored)
+        run_start.check_initial(checkpoint, other)
+    run_start.check_initial(checkpoint, stored)
 
 
 def test_muon_trains_the_matrices_of_attention_and_mlp_with_updates_of_the_size_of_adamws(runs):

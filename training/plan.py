@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.run import RunFolder
-from checkpoints.start_checkpoint import lock_run_and_find_checkpoint, select_initial_checkpoint
+from checkpoints.run_start import lock_run_and_find_checkpoint, select_initial_checkpoint
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset

@@ -12,7 +12,7 @@ from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_config
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
-from checkpoints.start_checkpoint import changes_on_resume, open_new_run
+from checkpoints.run_start import changes_on_resume, open_new_run
 from common.errors import UserError
 from common.files import append_line
 from configs.differences import differences_by_role
