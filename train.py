@@ -34,9 +34,10 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, loading, tracking
+    from training import build, tracking
     from training.data import open_data, open_validation
     from training.hooks import lowest_metric
+    from training.loading import load_start
     from training.parallel import check_batch_divides
     from training.plan import plan_training
     from training.start import begin_run
@@ -67,11 +68,8 @@ def main(cfg: TrainConfig) -> float | None:
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
 
     # Load the checkpoint, and train.
-    if plan.newest is not None:
-        loading.restore(trainer, plan.newest)
-    elif plan.initial is not None:
-        loading.load_initial(trainer, plan.initial, cfg.init_state, plan.initial_classes)
-    processes.on_main(partial(begin_run, trainer, run, plan))
+    load_start(trainer, plan.start)
+    processes.on_main(partial(begin_run, trainer, run, plan.start))
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:
         tracking.start(accelerator, cfg, run)

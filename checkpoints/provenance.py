@@ -7,7 +7,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,19 @@ from accelerate import Accelerator
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from checkpoints.checkpoint import Checkpoint
+from checkpoints.run_start import RunStart
 from cli.jobs import job_overrides
 from common.files import REPOSITORY
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 
 
-def describe_start(
-    accelerator: Accelerator, step: int, resumed: bool, changed: Sequence[str] = (), initial: Checkpoint | None = None
-) -> dict[str, Any]:
-    """Return the record that starts.jsonl stores for a start at `step`, which `resumed` a checkpoint of the run or not.
-
-    `changed` lists the settings that a resume changed. `initial` is the checkpoint of init_from with which the run began.
-    """
+def describe_start(accelerator: Accelerator, step: int, start: RunStart) -> dict[str, Any]:
+    """Return the record that starts.jsonl stores for a start at `step`."""
     commit, modified = git_commit()
-    start = {
+    record = {
         "step": step,
-        "resumed": resumed,
+        "resumed": start.kind == "resume",
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command_of_run()),
         "commit": commit,
@@ -44,8 +38,11 @@ def describe_start(
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    start |= {"changed": [*changed]} if changed else {}
-    return start | ({"init_from": {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}} if initial else {})
+    if start.changes:
+        record["changed"] = [*map(str, start.changes)]
+    if start.kind == "first" and (initial := start.checkpoint):
+        record["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
+    return record
 
 
 def command_of_run() -> list[str]:

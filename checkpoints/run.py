@@ -104,12 +104,17 @@ class RunFolder:
         """The run's evaluations."""
         return Results(self.path / "evaluations", self.path)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has locked the folder (see `open`)."""
+        return self._lock is not None
+
     def open(self) -> None:
         """Create and lock the run folder, unless it is open.
 
         Raises UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
         """
-        if self._lock is not None:
+        if self.is_open:
             return
         for folder in (self.checkpoints, self.samples, self.snapshots, self.wandb):
             refuse_link(folder)
@@ -212,5 +217,5 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock on the run folder."""
-        if self._lock is not None:
+        if self.is_open:
             self._lock.close()

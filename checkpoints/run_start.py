@@ -1,13 +1,23 @@
-"""Select and check the checkpoint from which a run starts or resumes. Only the main process calls these functions."""
+"""Decide how a command starts its run: at the first step, or from a checkpoint. Only the main process calls these functions."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, find_newest, preview_checkpoint, read_config, resolve_checkpoint, warn_of_renamed
+from checkpoints.checkpoint import (
+    Checkpoint,
+    find_newest,
+    preview_checkpoint,
+    read_class_names,
+    read_config,
+    resolve_checkpoint,
+    warn_of_renamed,
+)
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
@@ -17,45 +27,63 @@ from routing_module import num_kept_tokens
 log = logging.getLogger(__name__)
 
 
-def lock_run_and_find_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
-    """Open and lock the folder of an existing run. Return the checked checkpoint from which it resumes.
+@dataclass(frozen=True)
+class RunStart:
+    """How a command starts its run.
 
-    Return None if the folder does not exist or contains no checkpoint. `open_new_run` then starts the run.
+    `decide_start` decides it before any slow work, `training.loading.load_start` loads the checkpoint, and
+    `training.start.begin_run` writes the start into the run's folder.
 
-    Raises UserError if the checkpoint does not fit, or if a route of a run without checkpoints carries no token.
+    | kind     | the run has                     | the command                                                          |
+    |----------|---------------------------------|----------------------------------------------------------------------|
+    | first    | no checkpoint                   | trains from the first step, with the checkpoint of init_from, if set |
+    | resume   | a checkpoint                    | trains from the newest checkpoint                                    |
+    | complete | a checkpoint of the last step   | loads it, and makes grids and evaluations that are missing           |
+
+    Attributes:
+        checkpoint: The checkpoint to load: the run's newest, or at a first start that of init_from, if set.
+        class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
+        changes: Changed settings with which resume=changed resumes.
+        renames: At a first start, a description of the run whose results are in the folder. `begin_run` renames them. It is
+            None if there are no results, or only those of a start with equal settings that saved no checkpoint: they are remade.
     """
-    newest = None
+
+    kind: Literal["first", "resume", "complete"]
+    checkpoint: Checkpoint | None = None
+    class_names: list[str] | None = None
+    changes: list[Change] = field(default_factory=list)
+    renames: str | None = None
+
+
+def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
+    """Decide how a command starts its run. Lock the run's folder, if it exists, and rename damaged checkpoints.
+
+    Raises UserError if the run or init_from has a checkpoint that does not fit, or if a route of a new run carries no token.
+    """
     if run.path.exists():
         run.open()
-        newest = find_newest_and_rename_damaged(run, cfg)
-    if newest is None:
-        check_routes(cfg)
-    else:
-        check_resume(newest, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
-        run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
-    return newest
+    newest = find_newest_and_rename_damaged(run, cfg)
+    if newest is not None:
+        if cfg.init_from is not None:
+            log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
+        changes = check_resume(newest, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
+        is_complete = newest.step >= cfg.train.num_steps
+        return RunStart("complete" if is_complete else "resume", newest, changes=changes)
+    check_routes(cfg)
+    initial = find_initial_checkpoint(run, cfg)
+    return RunStart("first", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
 
 
-def open_new_run(run: RunFolder, cfg: schema.TrainConfig) -> None:
-    """Open and lock the folder of a run that starts at its first step, and rename the results of an earlier run.
-
-    A run that was stopped before its first checkpoint has no results to keep, because it repeats its steps. The results of a run
-    with other settings, or of one whose checkpoints are gone, are renamed.
-
-    Raises UserError if another process has trained the run since `lock_run_and_find_checkpoint` looked for it.
-    """
-    run.open()
-    if store.list_steps(run.checkpoints):
-        raise UserError(f"another process has trained {run.path} meanwhile; run the same command to resume")
-    reason = "a run with other settings"
+def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
+    """Return whose results the folder of a run without checkpoints holds, or None if the run may write them again."""
+    if not run.has_results():
+        return None
     with contextlib.suppress(UserError):  # the file is not a configuration
         if run.config.exists() and not differences(read_config(run.path), cfg):
             if (last := run.last_step_if_saved()) is None:
-                return
-            reason = f"a run that reached step {last}, but none of its checkpoints; training starts over"
-    if run.has_results():
-        run.rename_results(reason)
-    run.saved_mark.unlink(missing_ok=True)
+                return None
+            return f"a run that reached step {last}, but none of its checkpoints; training starts over"
+    return "a run with other settings"
 
 
 def check_routes(cfg: schema.TrainConfig) -> None:
@@ -92,16 +120,13 @@ def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> C
     return newest
 
 
-def select_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
-    """Return the checked checkpoint that `init_from` names, or None if the key is not set or the run has its own checkpoints.
+def find_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
+    """Return the checked checkpoint that `init_from` names, or None if the key is not set.
 
     With init_state=weights, only the weights need to exist and are verified. The raw weights may be missing. If `init_from` is a
     run that has newer checkpoints than at an earlier start of this run, the checkpoint of the earlier start is used.
     """
     if cfg.init_from is None:
-        return None
-    if store.list_steps(run.checkpoints):
-        log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
         return None
     source = run.earlier_initial_checkpoint(Path(cfg.init_from))
     raw = store.WEIGHTS["raw"]
@@ -136,11 +161,13 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(map(str, changed))}{remedy}")
 
 
-def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
-    """Check that a run with the configuration `cfg` can resume from a checkpoint, and log changes of resume=changed."""
+def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> list[Change]:
+    """Check that a run with the configuration `cfg` can resume from a checkpoint. Log and return changes of resume=changed."""
     refuse_other_settings(checkpoint, cfg)
-    for change in changes_on_resume(checkpoint.config, cfg):
+    changes = changes_on_resume(checkpoint.config, cfg)
+    for change in changes:
         log.warning("resumed with a changed setting: %s", change)
+    return changes
 
 
 def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:

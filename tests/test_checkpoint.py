@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
-from checkpoints.run_start import find_newest_and_rename_damaged, select_initial_checkpoint
+from checkpoints.run_start import find_initial_checkpoint, find_newest_and_rename_damaged
 from common.errors import UserError
 from common.files import append_line
 
@@ -42,7 +42,7 @@ def path_to_resume(run):
 
 
 def path_to_start(run, folder, init_state):
-    return select_initial_checkpoint(run, checked([f"init_from={folder}", f"init_state={init_state}"])).path
+    return find_initial_checkpoint(run, checked([f"init_from={folder}", f"init_state={init_state}"])).path
 
 
 def names(root):

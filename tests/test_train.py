@@ -24,6 +24,8 @@ from PIL import Image
 from checkpoints import provenance, run_start, store
 from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config
 from checkpoints.load import load_network
+from checkpoints.run import RunFolder
+from checkpoints.run_start import decide_start
 from common.errors import Diverged, UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
@@ -34,6 +36,7 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training.data import fill_in_lengths
 from training.hooks import SampleGridHook
+from training.start import begin_first_step
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
@@ -401,6 +404,17 @@ def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
     (run / ".has_saved").unlink()  # as if it was killed between the checkpoint and its mark
     train("run", "train.num_steps=2")
     assert (run / ".has_saved").exists()
+
+
+@pytest.mark.parametrize("left", [["checkpoints", "metrics.jsonl"], ["metrics.jsonl"]])
+def test_a_new_run_that_another_process_has_trained_meanwhile_is_refused(train, tmp_path, left):
+    start, run = decide_start(folder := RunFolder(str(tmp_path), "run"), checked(TINY)), train("run", "train.num_steps=1")
+    for name in {"checkpoints", "metrics.jsonl"}.difference(left):
+        shutil.rmtree(run / name)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="another process has trained .*run meanwhile; run the same command again"):
+        begin_first_step(folder, start)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_the_results_of_a_short_run_whose_checkpoints_are_gone_are_kept(train):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint
+from checkpoints.run_start import RunStart
 from common.errors import UserError
 from common.images import differing_class
 from configs.settings import read_stored
@@ -21,6 +22,14 @@ from training.trainer import Trainer, learning_rate
 log = logging.getLogger(__name__)
 
 LABEL_TABLE = "y_embedder.embedding_table.weight"
+
+
+def load_start(trainer: Trainer, start: RunStart) -> None:
+    """Load the checkpoint of a run's start, if there is one."""
+    if start.kind != "first":
+        restore(trainer, start.checkpoint)
+    elif start.checkpoint is not None:
+        load_initial(trainer, start.checkpoint, start.class_names)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -48,12 +57,12 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         log.warning(message, checkpoint.step, now, before)
 
 
-def load_initial(trainer: Trainer, checkpoint: Checkpoint, init_state: str, class_names: list[str] | None) -> None:
+def load_initial(trainer: Trainer, checkpoint: Checkpoint, class_names: list[str] | None) -> None:
     """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step.
 
     `class_names` are the names of the classes of the other run, or None if they are unknown.
     """
-    folder, step = checkpoint.path, checkpoint.step
+    folder, step, init_state = checkpoint.path, checkpoint.step, trainer.cfg.init_state
     tensors = store.load(folder) if init_state == "all" else store.load_weights_and_ema(folder)
     sides = (trainer.net.state_dict(), tensors.model)
     num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)

@@ -1,13 +1,12 @@
-"""Decide with which checkpoints and recipes a run starts."""
+"""Decide how a run starts, and with which recipes it samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.checkpoint import Checkpoint, read_class_names
 from checkpoints.run import RunFolder
-from checkpoints.run_start import lock_run_and_find_checkpoint, select_initial_checkpoint
+from checkpoints.run_start import RunStart, decide_start
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
@@ -20,21 +19,17 @@ from training import tracking
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """With what a run starts. The main process decides it for all processes.
+    """What a run starts and samples with. The main process decides it for all processes.
 
     Attributes:
-        newest: Checkpoint from which the run resumes, or None if it starts at its first step.
-        initial: Checkpoint of init_from with which the run begins, or None.
-        initial_classes: Names of the classes of `initial`, or None if they are unknown.
+        start: How the command starts the run, and with which checkpoint.
         grid_recipe: Recipe of the sample grids, or None without grids.
         evaluation_recipes: Recipe for each guidance whose samples are scored.
         reference: Images with which these samples are compared, or None.
         scoring: What the scores depend on besides the samples (`scoring_settings`).
     """
 
-    newest: Checkpoint | None
-    initial: Checkpoint | None
-    initial_classes: list[str] | None
+    start: RunStart
     grid_recipe: Recipe | None
     evaluation_recipes: list[Recipe]
     reference: ImageSet | None
@@ -48,9 +43,10 @@ class TrainPlan:
         self, cfg: TrainConfig, dataset: LatentDataset, validation: LatentDataset | None
     ) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
-        files = {"output_dir": self.newest, "init_from": self.initial}
-        seen = [fingerprint_folder(key, checkpoint.manifest_file) for key, checkpoint in files.items() if checkpoint]
-        seen += fingerprint_files_of(self.recipes)
+        seen = fingerprint_files_of(self.recipes)
+        if (checkpoint := self.start.checkpoint) is not None:
+            key = "init_from" if self.start.kind == "first" else "output_dir"
+            seen.append(fingerprint_folder(key, checkpoint.manifest_file))
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         if (reference := self.reference) is not None:
@@ -62,13 +58,9 @@ class TrainPlan:
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
-    """Find the checkpoints with which a run starts, and check all that can be checked before slow work.
-
-    Lock the folder of a run that exists, and rename its damaged checkpoints.
-    """
+    """Decide how a run starts, and check all that can be checked before slow work (see `decide_start`)."""
     tracking.check_login(cfg.wandb.mode)
-    initial = select_initial_checkpoint(run, cfg)
-    newest = lock_run_and_find_checkpoint(run, cfg)
+    start = decide_start(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
     if cfg.evaluation.every:
         run.results.ensure_writable()
@@ -76,8 +68,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     grid = plan_grid(cfg)
     evaluation_recipes = plan_evaluation_recipes(cfg)
     reference, scoring = plan_scoring(cfg, dataset) if evaluation_recipes else (None, {})
-    initial_classes = initial and read_class_names(initial)
-    return TrainPlan(newest, initial, initial_classes, grid, evaluation_recipes, reference, scoring)
+    return TrainPlan(start, grid, evaluation_recipes, reference, scoring)
 
 
 def plan_grid(cfg: TrainConfig) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""Record the start of a run, check the disk space, and log the settings."""
+"""Write the start of a run into its folder, check the disk space, and log the settings."""
 
 from __future__ import annotations
 
@@ -12,41 +12,50 @@ from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_config
 from checkpoints.provenance import describe_start
 from checkpoints.run import RunFolder
-from checkpoints.run_start import changes_on_resume, open_new_run
+from checkpoints.run_start import RunStart
 from common.errors import UserError
 from common.files import append_line
 from configs.differences import differences_by_role
 from runtime.compilation import resolve_compile
 from training import optimizers
-from training.plan import TrainPlan
 from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-def begin_run(trainer: Trainer, run: RunFolder, plan: TrainPlan) -> None:
+def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
-    Raises UserError if the disk has no room for a checkpoint.
+    Raises UserError if the disk has no room for a checkpoint, or if another process has trained a new run meanwhile.
     """
-    cfg, accelerator, newest = trainer.cfg, trainer.accelerator, plan.newest
-    is_complete = trainer.step >= cfg.train.num_steps
-    if newest is None:
-        open_new_run(run, cfg)
-    if is_complete:
-        restore_config(run, newest)
+    if start.kind == "first":
+        begin_first_step(run, start)
     else:
-        run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        changed = [] if newest is None else [*map(str, changes_on_resume(newest.config, cfg))]
-        append_line(run.starts, describe_start(accelerator, trainer.step, newest is not None, changed, plan.initial))
+        run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
+    if start.kind == "complete":
+        restore_config(run, start.checkpoint)
+    else:
+        run.write_config(trainer.cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
+        append_line(run.starts, describe_start(trainer.accelerator, trainer.step, start))
     run.delete_results_after(trainer.step)
     log_model_and_data(trainer, run)
-    if is_complete:
-        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)
+    if start.kind == "complete":
+        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, trainer.cfg.train.num_steps)
     else:
         check_disk_space(trainer, run)
         log_training(trainer)
+
+
+def begin_first_step(run: RunFolder, start: RunStart) -> None:
+    """Create the folder of a new run, or rename what it holds of another run."""
+    if not run.is_open:  # it did not exist when `decide_start` looked
+        run.open()
+        if run.has_results() or store.list_steps(run.checkpoints):
+            raise UserError(f"another process has trained {run.path} meanwhile; run the same command again")
+    if start.renames:
+        run.rename_results(start.renames)
+    run.saved_mark.unlink(missing_ok=True)
 
 
 def restore_config(run: RunFolder, newest: Checkpoint) -> None:

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from checkpoints.provenance import describe_start
+from checkpoints.run_start import RunStart
 from common.files import write_atomically
 from evaluations.tables import markdown_table
 
@@ -144,7 +145,7 @@ def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, obj
     """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
-    start = describe_start(accelerator, step=0, resumed=False)
+    start = describe_start(accelerator, 0, RunStart("first"))
     start["command"] = start["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
     header = [f"- {key}: {value}" for key, value in start.items() if key not in ("step", "resumed")]
     columns = list(dict.fromkeys(key for record in records for key in record))
