@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -52,7 +52,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
     run: str | None = None
     step: NonNegativeInt | None = None
     checkpoint: str | None = None
-    settings: dict[str, Any]
+    settings: dict[str, str | int | float | bool | None]
 
     @property
     def of_samples(self) -> bool:
@@ -60,9 +60,12 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
         return "detector" in self.settings
 
     @property
-    def compared_settings(self) -> dict:
-        """The settings by which records are compared (see `comparable_settings`)."""
-        return comparable_settings(self.settings)
+    def key(self) -> tuple[str | int | None, frozenset]:
+        """What tells the evaluations in a folder apart: the weights and the settings.
+
+        The hash of the checkpoint identifies the weights. If the run evaluated itself, its step does, and images have none.
+        """
+        return self.checkpoint or self.step, frozenset(comparable_settings(self.settings).items())
 
     def with_figures(
         self,
@@ -93,21 +96,6 @@ class EvaluationRecord(PlannedEvaluation):
     by_level: list[FiniteFloat | None] = []
     evaluation_sec: NonNegativeFloat = 0.0
 
-    def has_figures_of(self, planned: PlannedEvaluation, *, is_in_run_folder: bool) -> bool:
-        """Return whether this record has the figures of the `planned` evaluation.
-
-        Args:
-            is_in_run_folder: Whether this record is stored in the folder of the run that `planned` evaluates. There, a record
-                without a hash has the figures of the run's weights at its step.
-        """
-        if self.compared_settings != planned.compared_settings:
-            return False
-        if planned.checkpoint is None:  # of the run itself, or of images on disk
-            return self.checkpoint is None and self.step == planned.step
-        if self.checkpoint is None:  # the run evaluated itself
-            return is_in_run_folder and self.step == planned.step
-        return self.checkpoint == planned.checkpoint
-
 
 def lowest_figure(records: Iterable[EvaluationRecord]) -> float | None:
     """Return the first metric of the record where it is lowest. Losses on held-out latents count only if nothing else does."""
@@ -136,9 +124,10 @@ class Results:
         self.folder, self.run_folder, self._is_optional = folder, run_folder, is_optional
         self.file = folder / "results.jsonl"
         self._is_writable = True
-        # The size of results.jsonl when it was read last, and its records.
-        self._stored: tuple[int, list[EvaluationRecord]] = (0, [])
+        self._version: tuple[int, int] | None = None  # size and time of results.jsonl when it was read last
+        self._stored: list[EvaluationRecord] = []
         self._unstored: list[EvaluationRecord] = []  # records that could not be written
+        self._by_key: dict[tuple, EvaluationRecord] = {}  # the first record of each evaluation
 
     @property
     def reference_cache(self) -> Path:
@@ -176,18 +165,29 @@ class Results:
     @property
     def records(self) -> list[EvaluationRecord]:
         """All records, also those that other processes have stored by now."""
-        size = 0
-        with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
-            size = os.fstat(f.fileno()).st_size  # NFS may remember an older size of a file that is not open
-        if size != self._stored[0]:
-            log_level = logging.DEBUG if self._stored[0] else logging.WARNING  # warn once about lines that are not results
-            self._stored = size, read_records(self.file, log_level)
-        return self._stored[1] + self._unstored
+        self._read_if_changed()
+        return self._stored + self._unstored
 
     def find(self, planned: PlannedEvaluation) -> EvaluationRecord | None:
-        """Return the record of an evaluation, or None if it is still to do."""
-        is_own = self.run_folder is not None and self.run_folder.name == planned.run
-        return next((record for record in self.records if record.has_figures_of(planned, is_in_run_folder=is_own)), None)
+        """Return the record of an evaluation, or None if it is still to do.
+
+        In the folder of a run, a record without the hash of a checkpoint has the figures of the run's weights at its step.
+        """
+        self._read_if_changed()
+        found = self._by_key.get(planned.key)
+        if found is None and planned.checkpoint and self.run_folder is not None and self.run_folder.name == planned.run:
+            found = self._by_key.get(planned.model_copy(update={"checkpoint": None}).key)
+        return found
+
+    def _read_if_changed(self) -> None:
+        version = None
+        with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
+            status = os.fstat(f.fileno())  # NFS may remember an older state of a file that is not open
+            version = (status.st_size, status.st_mtime_ns)
+        if version != self._version:
+            log_level = logging.DEBUG if self._version else logging.WARNING  # warn once about lines that are not results
+            self._version, self._stored = version, read_records(self.file, log_level)
+            self._by_key = {record.key: record for record in reversed(self._stored + self._unstored)}
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -215,6 +215,7 @@ class Results:
         self.write_or_warn(append)
         if not self.find(record):
             self._unstored.append(record)
+            self._by_key[record.key] = record
 
     def forget_after(self, step: int) -> None:
         """Delete the run's own records after `step`, because a run that resumes there makes these evaluations again.

@@ -5,7 +5,6 @@ The keys of sampler and guidance are settings, too. Records hold only those that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -63,8 +62,7 @@ def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
         setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
         return setting.kind != "path" and value != setting.value_if_missing
 
-    as_stored = json.loads(json.dumps(dict(settings)))
-    return {name: value for name, value in as_stored.items() if counts(name, value)}
+    return {name: value for name, value in settings.items() if counts(name, value)}
 
 
 def ranking_group(settings: Mapping[str, object]) -> tuple:

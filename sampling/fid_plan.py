@@ -285,8 +285,7 @@ def points_of_recipes(
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
     """
-    points: list[FidPoint] = []
-    measured: list[tuple[str, dict]] = []  # what tells points apart
+    points: dict[tuple, FidPoint] = {}  # by key, because intervals have no effect at cfg_scale=1
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
         name = (checkpoint.run_folder or folder.resolve().parent).name
@@ -297,11 +296,8 @@ def points_of_recipes(
             checkpoint=checkpoint.hash,
             settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
         )
-        identity = (checkpoint.hash, planned.compared_settings)
-        if identity not in measured:  # intervals have no effect at cfg_scale=1
-            measured.append(identity)
-            points.append(FidPoint(planned, recipe))
-    return points
+        points.setdefault(planned.key, FidPoint(planned, recipe))
+    return [*points.values()]
 
 
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:

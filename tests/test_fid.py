@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -288,6 +289,17 @@ def test_an_incomplete_line_of_results_is_ignored_and_the_next_line_is_not_joine
     (tmp_path / "results.jsonl").rename(tmp_path / "results.md")
     with pytest.raises(UserError, match="results.md was not written by fid.py"):
         Results(tmp_path).ensure_writable()
+
+
+def test_results_that_another_process_replaces_by_as_many_bytes_are_read_again(tmp_path):
+    first, second = record("a.npz", 1.0), record("b.npz", 2.0)
+    results = Results(tmp_path)
+    results.add(first)
+    size = results.file.stat().st_size
+    results.file.write_text(results.file.read_text().replace("a.npz", "b.npz").replace("1.0", "2.0"))
+    os.utime(results.file, ns=(0, 1))  # some file systems store the time of a change in steps of milliseconds
+    assert results.file.stat().st_size == size
+    assert results.records == [second] and results.find(wanted(second)) == second and results.find(wanted(first)) is None
 
 
 def test_usual_values_compare_as_if_they_were_missing(tmp_path):

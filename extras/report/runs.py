@@ -22,7 +22,7 @@ from common.images import walk
 from common.types import NonNegativeInt
 from configs.schema import TrainConfig
 from evaluations.record import EvaluationRecord, read_records
-from evaluations.result_settings import guidance_fields
+from evaluations.result_settings import comparable_settings, guidance_fields
 from evaluations.tables import format_settings
 
 UNGUIDED = "none"
@@ -136,7 +136,9 @@ class Run:
     def add(self, record: EvaluationRecord) -> None:
         """Add the figures of an evaluation of this run."""
         default = vars(type(self.cfg.sampler)())
-        settings = {key: x for key, x in record.compared_settings.items() if key == "num_steps" or x != default.get(key)}
+        settings = {
+            key: x for key, x in comparable_settings(record.settings).items() if key == "num_steps" or x != default.get(key)
+        }
         if settings.get("autoencoder") == self.cfg.sampling.autoencoder:
             settings.pop("autoencoder", None)
         guidance = guidance_fields(settings)
