@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from latents.shards import read_manifest_at
 from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
-from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
+from sampling.recipe import Recipe, find_weak_checkpoint, fingerprint_files_of
 from sampling.score import scoring_settings, settings_of_samples
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,6 @@ class FidPlan:
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
-    resolve_weak_checkpoint.cache_clear()
     plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
     folders = ", ".join(dict.fromkeys(str(results.folder) for results in plan.results.values()))
     numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
@@ -232,12 +231,13 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
 
     Raises UserError if a combination does not fit any checkpoint, or not one that the command names.
     """
+    find_weak = cache(find_weak_checkpoint)
     recipes: list[Recipe] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
     for checkpoint in checkpoints:
         for number, overrides in enumerate(cfg.all_recipe_overrides(checkpoint.config)):
             try:
-                recipes.append(Recipe.for_checkpoint(checkpoint, overrides))
+                recipes.append(Recipe.for_checkpoint(checkpoint, overrides, find_weak))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
                 is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()

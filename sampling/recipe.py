@@ -5,9 +5,9 @@ The main process builds the recipes of a command, and shares them with the other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
 from runtime.processes import FileFingerprint, fingerprint_folder
 from sampling.sampler import ImageSampler
+
+
+def find_weak_checkpoint(path: str, weights: str) -> Checkpoint:
+    """Find and verify the checkpoint of a weak network. A plan of several recipes caches it, because its run may be training."""
+    return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
+
+
+FindWeak = Callable[[str, str], Checkpoint]  # `find_weak_checkpoint`, or a cache of it
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,9 @@ class Recipe:
         check_guidance(self.guidance, self.run_config, self.sampler, self.weak)
 
     @classmethod
-    def for_checkpoint(cls, checkpoint: Checkpoint, overrides: RecipeOverrides) -> Recipe:
+    def for_checkpoint(
+        cls, checkpoint: Checkpoint, overrides: RecipeOverrides, find_weak: FindWeak = find_weak_checkpoint
+    ) -> Recipe:
         """Build the recipe for a checkpoint. Keys that are None in `overrides` get the run's values.
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
@@ -75,15 +85,17 @@ class Recipe:
 
             average = posthoc_ema.Average(checkpoint, sampling.ema_length)
             ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
-        guidance, weak = resolve_guidance(overrides.guidance, run_config)
+        guidance, weak = resolve_guidance(overrides.guidance, run_config, find_weak)
         autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
         return cls(run_config, sampler, sampling, guidance, checkpoint, weak, average, ema_hash, autoencoder_hash)
 
     @classmethod
-    def in_training(cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings) -> Recipe:
+    def in_training(
+        cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings, find_weak: FindWeak = find_weak_checkpoint
+    ) -> Recipe:
         """Build the recipe for sampling from the EMA network during training."""
         sampling = ResolvedSampling(**sampling_in_training(run_config))
-        guidance, weak = resolve_guidance(guidance, run_config)
+        guidance, weak = resolve_guidance(guidance, run_config, find_weak)
         autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
         return cls(run_config, run_config.sampler, sampling, guidance, weak=weak, autoencoder_hash=autoencoder_hash)
 
@@ -242,17 +254,8 @@ def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainCo
         )
 
 
-@lru_cache(maxsize=100)
-def resolve_weak_checkpoint(path: str, weights: str) -> Checkpoint:
-    """Find and verify the weak checkpoint. Caching gives all recipes of a plan the same one while a run trains.
-
-    A plan clears the cache first, because a sweep may have made another plan in this process.
-    """
-    return resolve_checkpoint(Path(path), "guidance.checkpoint", store.files_for_sampling([weights]))
-
-
 def resolve_guidance(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, find_weak: FindWeak
 ) -> tuple[schema.GuidanceSettings, Checkpoint | None]:
     """Find the checkpoint of the guidance method's weak network. Return the settings with its folder, and the checkpoint.
 
@@ -261,7 +264,7 @@ def resolve_guidance(
     """
     if getattr(settings, "checkpoint", None) is None:
         return settings, None
-    weak = resolve_weak_checkpoint(settings.checkpoint, settings.weights)
+    weak = find_weak(settings.checkpoint, settings.weights)
     if changed := differences_by_role("guidance", "refuses", weak.config, run_config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")

@@ -41,7 +41,7 @@ from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint, barrier, fingerprint_folder
-from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
+from sampling.recipe import Recipe, fingerprint_files_of
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,6 @@ class SamplePlan:
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
-    resolve_weak_checkpoint.cache_clear()
     files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run_config = checkpoint.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from checkpoints.run import RunFolder
@@ -12,7 +13,7 @@ from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
 from runtime.processes import FileFingerprint, fingerprint_file, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
-from sampling.recipe import Recipe, fingerprint_files_of, resolve_weak_checkpoint
+from sampling.recipe import FindWeak, Recipe, find_weak_checkpoint, fingerprint_files_of
 from sampling.score import scoring_settings
 from training import tracking
 
@@ -64,24 +65,24 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
     tracking.check_folder(run, cfg.wandb.mode)
     if cfg.evaluation.every:
         run.results.ensure_writable()
-    resolve_weak_checkpoint.cache_clear()
-    grid = plan_grid(cfg)
-    evaluation_recipes = plan_evaluation_recipes(cfg)
+    find_weak = cache(find_weak_checkpoint)
+    grid = plan_grid(cfg, find_weak)
+    evaluation_recipes = plan_evaluation_recipes(cfg, find_weak)
     reference, scoring = plan_scoring(cfg, dataset) if evaluation_recipes else (None, {})
     return TrainPlan(start, grid, evaluation_recipes, reference, scoring)
 
 
-def plan_grid(cfg: TrainConfig) -> Recipe | None:
-    return Recipe.in_training(cfg, cfg.guidance[-1]) if cfg.sample_grid.every else None
+def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
+    return Recipe.in_training(cfg, cfg.guidance[-1], find_weak) if cfg.sample_grid.every else None
 
 
-def plan_evaluation_recipes(cfg: TrainConfig) -> list[Recipe]:
+def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recipe]:
     """Return a recipe for each guidance with other samples. There is none if only the validation loss is measured."""
     evaluation = cfg.evaluation
     if not evaluation.every or (evaluation.validation and evaluation.reference is None):
         return []
     recipes: list[Recipe] = []
-    for recipe in (Recipe.in_training(cfg, guidance) for guidance in cfg.guidance):
+    for recipe in (Recipe.in_training(cfg, guidance, find_weak) for guidance in cfg.guidance):
         # For example, intervals have no effect at cfg_scale=1.
         if all(recipe.result_settings() != other.result_settings() for other in recipes):
             recipes.append(recipe)
