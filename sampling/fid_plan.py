@@ -41,14 +41,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FidPoint:
-    """An evaluation of a fid.py command: what it measures, and how to sample. Images on disk have no recipe."""
+    """An evaluation of a fid.py command.
+
+    Attributes:
+        planned: What it measures.
+        results: The results to which its record is added.
+        recipe: Recipe of the samples to evaluate, or None for images on disk.
+        class_names: Names of the classes of the recipe's network, or None if they are unknown.
+    """
 
     planned: PlannedEvaluation
+    results: Results
     recipe: Recipe | None = None
+    class_names: list[str] | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         return self.recipe and self.recipe.checkpoint
+
+    def find(self) -> EvaluationRecord | None:
+        """Return the point's record, or None if it is still to do."""
+        return self.results.find(self.planned)
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,7 @@ class FidPlan:
 
     Attributes:
         points: All points of the command.
-        missing: The points that have no results yet, in the order of their evaluation.
-        results: The results to which figures are added, for each checkpoint. Images on disk have the key None.
-        class_names: Names of the classes of each checkpoint's network, or None if they are unknown.
+        missing: The points that have no record yet, in the order of their evaluation.
         sampler_keys: Sampler settings of the command. Tables show them even if they have their default values.
         reference: Images with which the points are compared.
         images: Images on disk to evaluate instead of checkpoints, or None.
@@ -70,8 +81,6 @@ class FidPlan:
 
     points: list[FidPoint]
     missing: list[FidPoint]
-    results: dict[Checkpoint | None, Results]
-    class_names: dict[Checkpoint | None, list[str] | None]
     sampler_keys: list[str]
     reference: ImageSet
     images: ImageSet | None
@@ -79,9 +88,10 @@ class FidPlan:
     machine: Machine
     batch_size: int
 
-    def find(self, point: FidPoint) -> EvaluationRecord | None:
-        """Return the record of a point, or None if it is still to do."""
-        return self.results[point.checkpoint].find(point.planned)
+    @property
+    def all_results(self) -> list[Results]:
+        """The results of all points, each once."""
+        return [*dict.fromkeys(point.results for point in self.points)]
 
     def columns(self, point: FidPoint) -> dict[str, object]:
         """Return what tables and messages show of a point."""
@@ -111,7 +121,7 @@ class FidPlan:
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Find the points of a command, and check all that can be checked before slow work."""
     plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
-    folders = ", ".join(dict.fromkeys(str(results.folder) for results in plan.results.values()))
+    folders = ", ".join(str(results.folder) for results in plan.all_results)
     numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
     log.info("%d of %d evaluations to do, of %s samples, in %s", len(plan.missing), len(plan.points), numbers, folders)
     return plan
@@ -133,15 +143,10 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
         background=evaluation.background,
         encoded_with=settings_of_latents(checkpoints),
     )
-    points = points_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference))
-    evaluated = list(dict.fromkeys(point.checkpoint for point in points))
-    results = open_results(cfg.output, evaluated)
-    class_names = {checkpoint: read_class_names(checkpoint) for checkpoint in evaluated}
+    points = points_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference), cfg.output)
     return FidPlan(
         points=points,
-        missing=find_missing(points, results),
-        results=results,
-        class_names=class_names,
+        missing=find_missing(points),
         sampler_keys=[key for key, value in cfg.sampler.items() if value is not None],
         reference=reference,
         images=None,
@@ -169,13 +174,11 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
     metrics = [metric.name for detector in evaluation.all_detectors for metric in metrics_for(detector)]
     if images.labels is not None and images.class_names and any(name.startswith("class_agreement") for name in metrics):
         settings["class_names_hash"] = hash_bytes(json.dumps(images.class_names).encode())
-    points = [FidPoint(PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference)))]
-    results = {None: Results(output).ensure_writable()}
+    planned = PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference))
+    points = [FidPoint(planned, Results(output).ensure_writable())]
     return FidPlan(
         points=points,
-        missing=find_missing(points, results),
-        results=results,
-        class_names={},
+        missing=find_missing(points),
         sampler_keys=[],
         reference=reference,
         images=images,
@@ -277,7 +280,10 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, obj
 
 
 def points_of_recipes(
-    recipes: Sequence[Recipe], evaluations: Mapping[Checkpoint, SharedEvaluationSettings], scoring: dict[str, object]
+    recipes: Sequence[Recipe],
+    evaluations: Mapping[Checkpoint, SharedEvaluationSettings],
+    scoring: dict[str, object],
+    output: str | None,
 ) -> list[FidPoint]:
     """Return the point of each recipe, without points that measure the same.
 
@@ -285,19 +291,25 @@ def points_of_recipes(
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
     """
-    points: dict[tuple, FidPoint] = {}  # by key, because intervals have no effect at cfg_scale=1
+    planned: dict[tuple, tuple[PlannedEvaluation, Recipe]] = {}  # by key, because intervals have no effect at cfg_scale=1
     for recipe in recipes:
         checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
         name = (checkpoint.run_folder or folder.resolve().parent).name
-        planned = PlannedEvaluation(
+        evaluation = PlannedEvaluation(
             # What training measured at a step is not that of another folder with this step, such as a backup.
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
             step=checkpoint.step,
             checkpoint=checkpoint.hash,
             settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
         )
-        points.setdefault(planned.key, FidPoint(planned, recipe))
-    return [*points.values()]
+        planned.setdefault(evaluation.key, (evaluation, recipe))
+    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned.values()))
+    results = open_results(output, checkpoints)
+    class_names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
+    return [
+        FidPoint(evaluation, results[recipe.checkpoint], recipe, class_names[recipe.checkpoint])
+        for evaluation, recipe in planned.values()
+    ]
 
 
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:
@@ -334,9 +346,9 @@ def results_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def find_missing(points: Sequence[FidPoint], results: Mapping[Checkpoint | None, Results]) -> list[FidPoint]:
-    """Return the points that have no results yet, in the order of their evaluation."""
-    return in_random_order([point for point in points if not results[point.checkpoint].find(point.planned)])
+def find_missing(points: Sequence[FidPoint]) -> list[FidPoint]:
+    """Return the points that have no record yet, in the order of their evaluation."""
+    return in_random_order([point for point in points if not point.find()])
 
 
 def in_random_order(points: Sequence[FidPoint]) -> list[FidPoint]:

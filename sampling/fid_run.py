@@ -59,7 +59,7 @@ class PointRunner:
         for future in self._storing:
             if future.done():
                 future.result()
-        if self.plan.find(point):
+        if point.find():
             log.info("%s: another command has stored this point", describe_point(point, self.plan))
             return False
         if self.has_several and not point.checkpoint.path.exists():
@@ -73,20 +73,19 @@ class PointRunner:
         image_sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
         if self._evaluator is None:
             detectors = build_detectors(plan.evaluation, self.accelerator)
-            cache = plan.results[plan.points[0].checkpoint].reference_cache
+            cache = plan.points[0].results.reference_cache
             self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
         if image_sampler is None:
             scored = score_images(self._evaluator, plan.images, point.planned)
         else:
-            class_names = plan.class_names[point.checkpoint]
-            scored = score_samples(self._evaluator, image_sampler, point.planned, class_names, name=title)
+            scored = score_samples(self._evaluator, image_sampler, point.planned, point.class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 
     def _store(self, point: FidPoint, record: EvaluationRecord, features: list[Features], labels: Sequence[int] | None) -> None:
         errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
         log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
-        self.plan.results[point.checkpoint].add(record.model_copy(update={"jackknife": errors}))
+        point.results.add(record.model_copy(update={"jackknife": errors}))
 
     def finish(self) -> None:
         """Wait until all results are stored. The main process calls this method."""
@@ -108,9 +107,9 @@ def write_results(plan: FidPlan) -> float | None:
     Return the lowest value of the first metric, which sweepers minimise.
     """
     metric = metrics_for(plan.evaluation.all_detectors[0])[0].name
-    for results in dict.fromkeys(plan.results.values()):
-        points = [point for point in plan.points if plan.results[point.checkpoint] is results]
+    for results in plan.all_results:
+        points = [point for point in plan.points if point.results is results]
         write_tables(results, [(point.planned, plan.columns(point)) for point in points], metric)
-    found = [(record, plan.columns(point)) for point in plan.points if (record := plan.find(point))]
+    found = [(record, plan.columns(point)) for point in plan.points if (record := point.find())]
     sys.stdout.write(ResultsTable(*zip(*found), metric).terminal() if found else "")
     return lowest_figure(record for record, _ in found)
