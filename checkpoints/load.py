@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import gc
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint
+from common.interfaces import WeightAverage
 from dit import DiT
 from runtime.compilation import compile_network, resolve_compile
 
 
 @lru_cache(maxsize=2)  # sweeps reuse networks
-def load_network(checkpoint: Checkpoint, weights: Any, device: torch.device, compile_mode: str = "none") -> DiT:
+def load_network(checkpoint: Checkpoint, weights: str | WeightAverage, device: torch.device, compile_mode: str = "none") -> DiT:
     """Load a checkpoint's network in evaluation mode.
 
     Args:
-        weights: `ema`, `raw`, or an object with a `load` method, such as `extras.posthoc_ema.Average`.
+        weights: `ema` or `raw` for weights that the checkpoint stores, or an average of several checkpoints.
         compile_mode: Compilation mode (see `runtime.compilation.resolve_compile`).
     """
     gc.collect()  # compiled networks contain reference cycles, which would keep earlier networks on the device

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from common.errors import UserError
+from common.interfaces import Sampler
 from common.types import AutoencoderSpec, Colour, NonNegativeInt, PositiveInt, Text
 from configs.schema import (
     CheckpointPath,
@@ -26,7 +27,6 @@ from configs.schema import (
     NumSamples,
     Precision,
     Rounding,
-    Sampler,
     Sampling,
     SharedEvaluationSettings,
     TrainConfig,

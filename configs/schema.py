@@ -13,15 +13,16 @@ other keys are validated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, create_model, model_validator
 
 from common import types
 from common.errors import UserError
+from common.interfaces import Diffusion, Sampler
 from common.roles import (
     ChangesNothing,
     ChangesReport,
@@ -37,12 +38,8 @@ from common.types import AutoencoderSpec, Colour, FiniteFloat, NonNegativeFloat,
 from configs.run_name import run_name
 from configs.settings import OneOrMany, Settings, as_list, did_you_mean, flatten, validate
 
-# Diffusion classes by diffusion.name. Each class has a `Sampler` and a `denoise` method. EDM and SiT also have a `loss` method.
+# Classes by diffusion.name (see `common.interfaces.Diffusion`).
 DIFFUSIONS = {"edm": "edm:EDM", "sit": "sit:SiT", "ddpm": "extras.ddpm:DDPM"}
-# The types of two groups, whose classes are imported late. YAML has dictionaries, and `TrainConfig` makes them these objects.
-Diffusion = Any  # an instance of a class in DIFFUSIONS
-Sampler = Any  # an instance of a diffusion's `Sampler`
-
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 NumSamples = Annotated[PositiveInt, Field(ge=2)]  # a Frechet distance needs a covariance
@@ -304,6 +301,27 @@ def validate_groups(raw: dict, **classes: type) -> dict[str, Any]:
     return dict(validate(raw, create_model("Groups", __base__=Settings, **fields)))
 
 
+def check_backbone(model: Model) -> None:
+    name, known = model.backbone, model.module.BACKBONES
+    if name not in known:
+        raise UserError(f"model.backbone={name} is not a backbone of model={model.name}{did_you_mean(name, known)}")
+
+
+def build_diffusion_and_sampler(diffusion: Any, sampler: Any) -> dict[str, Any]:
+    """Return the objects for the dictionaries of both groups. Their classes check the keys."""
+    name = str(diffusion.get("name") if isinstance(diffusion, dict) else diffusion)
+    if name not in DIFFUSIONS:
+        raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
+    diffusion_class = resolve_name(DIFFUSIONS[name])
+    groups = {"diffusion": diffusion, "sampler": sampler}
+    return validate_groups(groups, diffusion=diffusion_class, sampler=diffusion_class.Sampler)
+
+
+# YAML has dictionaries for these two groups. `TrainConfig` makes them objects after it has validated all other keys, because the
+# import of their classes takes seconds.
+_BUILT_LATER = PlainValidator(lambda value: value)
+
+
 class TrainConfig(Settings):
     name: ChangesNothing[FolderName]
     output_dir: ChangesNothing[Text]
@@ -314,37 +332,27 @@ class TrainConfig(Settings):
     init_state: SameRun[Literal["weights", "all"]]
     model: SameRun[AnyModel]
     data: Data
-    diffusion: SameRun[Diffusion]  # see `_build_diffusion_and_sampler`
+    diffusion: SameRun[Annotated[Diffusion, _BUILT_LATER]]
     alignment: SameState[Alignment]
     train: Train
     checkpoint: ChangesNothing[CheckpointSettings]
     sample_grid: ChangesNothing[SampleGrid]
-    sampler: ChangesNothing[Sampler]  # a record of an evaluation has its own settings of these four groups
+    sampler: ChangesNothing[
+        Annotated[Sampler, _BUILT_LATER]
+    ]  # a record of an evaluation has its own settings of these four groups
     sampling: ChangesNothing[Sampling]
     guidance: ChangesNothing[Guidances]
     evaluation: ChangesNothing[EvaluationSettings]
     machine: Machine
     wandb: ChangesNothing[Wandb]
 
-    # These validators run in this order when all keys are valid, because the modules that they import need torch.
-    @model_validator(mode="after")
-    def _check_backbone(self) -> TrainConfig:
-        name = self.model.backbone
-        known = self.model.module.BACKBONES
-        if name not in known:
-            raise UserError(f"model.backbone={name} is not a backbone of model={self.model.name}{did_you_mean(name, known)}")
-        return self
-
-    @model_validator(mode="after")
-    def _build_diffusion_and_sampler(self) -> TrainConfig:
-        """Replace the dictionaries of both groups by objects, whose classes check the keys."""
-        name = str(self.diffusion.get("name") if isinstance(self.diffusion, dict) else self.diffusion)
-        if name not in DIFFUSIONS:
-            raise UserError(f"diffusion.name={name} is none of {', '.join(DIFFUSIONS)}")
-        diffusion_class = resolve_name(DIFFUSIONS[name])
-        groups = {"diffusion": self.diffusion, "sampler": self.sampler}
-        built = validate_groups(groups, diffusion=diffusion_class, sampler=diffusion_class.Sampler)
-        return self.model_copy(update=built)
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate(cls, raw: object, validate_keys: Callable[[object], TrainConfig]) -> TrainConfig:
+        """Validate all keys, and then what needs torch: the name of the backbone, the diffusion and its sampler."""
+        cfg = validate_keys(raw)
+        check_backbone(cfg.model)
+        return cfg.model_copy(update=build_diffusion_and_sampler(cfg.diffusion, cfg.sampler))
 
     @property
     def num_tokens(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from configs.schema import GuidanceSettings, Sampler
+from common.interfaces import Sampler
+from configs.schema import GuidanceSettings
 
 
 class ResultSetting(NamedTuple):

@@ -49,11 +49,8 @@ def fit_snapshots(checkpoint: Checkpoint, length: float) -> tuple[dict[int, Path
     return files, lengths, *fit_profile([(t, x) for t in files for x in lengths], (step, length))
 
 
-def check_and_hash(checkpoint: Checkpoint, weights: str, length: float) -> str:
-    """Check that an EMA of this length can be computed for a checkpoint.
-
-    Returns:
-        A hash of the names of all files that the EMA is computed from.
+def find_average(checkpoint: Checkpoint, weights: str, length: float) -> Average:
+    """Return the EMA of this length for a checkpoint, which is not computed yet.
 
     Raises:
         UserError: If the run tracked no averages around this length or saved too few snapshots, or if `weights` is not `ema`.
@@ -72,15 +69,20 @@ def check_and_hash(checkpoint: Checkpoint, weights: str, length: float) -> str:
         reason = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
         remedy = "a run needs more (train.ema_snapshot_every)"
         raise UserError(f"sampling.ema_length={length:g}: {reason}, more than {MAX_ERROR:.0%}; {remedy}")
-    return hash_bytes(repr([file.name for file in files.values()]).encode())[:8]
+    return Average(checkpoint, length, hash=hash_bytes(repr([file.name for file in files.values()]).encode())[:8])
 
 
 @dataclass(frozen=True)
 class Average:
-    """An EMA of a chosen length for a checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`."""
+    """An EMA of a chosen length for a checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`.
+
+    Attributes:
+        hash: Hash of the names of all files that the EMA is computed from.
+    """
 
     checkpoint: Checkpoint
     length: float
+    hash: str
 
     def load(self) -> dict[str, Tensor]:
         """Load the averaged weights. The main process computes the averages and broadcasts them."""

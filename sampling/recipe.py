@@ -17,6 +17,7 @@ from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
+from common.interfaces import Sampler, WeightAverage
 from configs import schema
 from configs.differences import differences_by_role
 from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
@@ -50,19 +51,17 @@ class Recipe:
         guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
         checkpoint: Checkpoint of the network, or None for a network in training.
         weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
-        average: An `extras.posthoc_ema.Average`, which is loaded instead of the checkpoint's weights, or None.
-        ema_hash: Hash of the snapshots from which `average` is made, or None.
+        average: Average (sampling.ema_length) that is loaded instead of the checkpoint's weights, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
     run_config: schema.TrainConfig
-    sampler: schema.Sampler
+    sampler: Sampler
     sampling: ResolvedSampling
     guidance: schema.GuidanceSettings
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
-    average: Any = None
-    ema_hash: str | None = None
+    average: WeightAverage | None = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
@@ -77,17 +76,16 @@ class Recipe:
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
         run_config = checkpoint.config
-        average = ema_hash = None
+        average = None
         sampler = sampler_of_run(run_config, overrides.sampler)
         sampling = complete_overrides(overrides.sampling, sampling_in_training(run_config), ResolvedSampling)
         if sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            average = posthoc_ema.Average(checkpoint, sampling.ema_length)
-            ema_hash = posthoc_ema.check_and_hash(checkpoint, sampling.weights, sampling.ema_length)
+            average = posthoc_ema.find_average(checkpoint, sampling.weights, sampling.ema_length)
         guidance, weak = resolve_guidance(overrides.guidance, run_config, find_weak)
         autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
-        return cls(run_config, sampler, sampling, guidance, checkpoint, weak, average, ema_hash, autoencoder_hash)
+        return cls(run_config, sampler, sampling, guidance, checkpoint, weak, average, autoencoder_hash)
 
     @classmethod
     def in_training(
@@ -116,12 +114,12 @@ class Recipe:
             "autoencoder": self.sampling.autoencoder,
             "autoencoder_hash": self.autoencoder_hash,
             "guidance.checkpoint_hash": self.weak and self.weak.hash,
-            "ema_hash": self.ema_hash,
+            "ema_hash": self.average and self.average.hash,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
     @property
-    def weights_source(self) -> tuple[Checkpoint | None, Any]:
+    def weights_source(self) -> tuple[Checkpoint | None, str | WeightAverage]:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
         return self.checkpoint, self.average or self.sampling.weights
 
@@ -182,7 +180,7 @@ def build_guidance(settings: schema.GuidanceSettings) -> Guidance:
 
 
 def check_guidance(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None = None
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler, weak: Checkpoint | None = None
 ) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
@@ -217,7 +215,7 @@ def check_channels(settings: schema.GuidanceSettings, run_config: schema.TrainCo
 
 
 def check_method(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler, weak: Checkpoint | None
+    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler, weak: Checkpoint | None
 ) -> None:
     """Let the guidance method check its settings, which it does when it builds its denoiser. No network is called."""
     inputs = GuidanceInputs(
@@ -238,7 +236,7 @@ def _network_to_load(*inputs: torch.Tensor, **routing: object) -> torch.Tensor:
     raise NotImplementedError("this stands for a network that is not loaded yet")
 
 
-def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: schema.Sampler) -> None:
+def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler) -> None:
     """Check that bounds leave guidance on at a noise level of the sampler, and that none exceeds the highest level."""
     levels = sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)

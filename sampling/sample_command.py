@@ -186,7 +186,7 @@ def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettin
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
     sampling = recipe.sampling
     return ImageSettings(
-        checkpoint=recipe.checkpoint.hash + (recipe.ema_hash or ""),
+        checkpoint=recipe.checkpoint.hash + (recipe.average.hash if recipe.average else ""),
         weights=sampling.weights,
         ema_length=sampling.ema_length,
         labels=None if classes else sampling.labels,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from common.errors import Diverged
 from common.images import to_uint8
+from common.interfaces import Diffusion, Sampler
 from common.randomness import SeedRandom, derive_seed
-from configs.schema import Data, Diffusion, Sampler
+from configs.schema import Data
 from dit import DiT
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder

@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
+from common.interfaces import Diffusion, Sampler, TokenAlignment, WeightAverage
 from edm import EDM
 from edm.sampler import HeunSampler
+from extras.alignment import Alignment
 from extras.ddpm import DDPM, AncestralSampler
+from extras.posthoc_ema import Average
 from sit import SiT
 from sit.sampler import FlowSampler
 
@@ -37,3 +40,16 @@ def test_a_network_output_that_would_broadcast_is_refused(diffusion):
     for net in (lambda x, t, y: x[:, :1], lambda x, t, y: x[:1], lambda x, t, y: x[..., :1]):
         with pytest.raises(ValueError, match="the network returns .* for latents"):
             diffusion.denoise(net, X, T, T)
+
+
+def members(interface):
+    return {name for name in {**vars(interface), **interface.__annotations__} if not name.startswith("_")}
+
+
+def test_the_parts_that_a_key_selects_have_what_the_core_expects_of_them():
+    projector, average = torch.nn.Linear(2, 2), Average(None, 0.1, "hash")
+    alignment = Alignment(projector, encode=torch.relu, fetch=torch.relu, block=1)
+    parts = [(EDM(), Diffusion), (SiT(), Diffusion), (average, WeightAverage), (alignment, TokenAlignment)]
+    parts += [(sampler(), Sampler) for sampler in (HeunSampler, FlowSampler, AncestralSampler)]
+    assert [name for part, interface in parts for name in members(interface) if not hasattr(part, name)] == []
+    assert {name for name in members(Diffusion) if not hasattr(DDPM(), name)} == {"loss"}  # train.py refuses diffusion=ddpm

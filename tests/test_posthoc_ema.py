@@ -13,7 +13,7 @@ from checkpoints.checkpoint import resolve_checkpoint
 from checkpoints.run import list_snapshots
 from common.errors import UserError
 from extras import posthoc_ema
-from extras.posthoc_ema import Average, fit_profile, gamma_from_length
+from extras.posthoc_ema import fit_profile, gamma_from_length
 from extras.tracked_ema import TrackedEMA
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
@@ -117,7 +117,7 @@ def tracked(tmp_path_factory):
 def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapshots(tracked):
     checkpoint = resolve_checkpoint(tracked, "checkpoint")
     own = tensors(tracked, 6, "tracked_ema")
-    weights = {length: Average(checkpoint, length).load() for length in (0.1, 0.18, 0.25)}
+    weights = {length: posthoc_ema.find_average(checkpoint, "ema", length).load() for length in (0.1, 0.18, 0.25)}
     for length in (0.1, 0.25):
         trained = {name.partition("/")[2] for name in own}
         assert all(torch.allclose(weights[length][name], own[f"{length:g}/{name}"], atol=1e-6) for name in trained)
@@ -160,19 +160,19 @@ def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(t
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
     checkpoint, snapshots = resolve_checkpoint(run, "checkpoint"), list_snapshots(run)
-    identity = posthoc_ema.check_and_hash(checkpoint, "ema", 0.18)
+    average = posthoc_ema.find_average(checkpoint, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
-    assert posthoc_ema.check_and_hash(checkpoint, "ema", 0.18) == identity
+    assert posthoc_ema.find_average(checkpoint, "ema", 0.18) == average
     content = bytearray(snapshots[4].read_bytes())
     content[-1] ^= 1
     snapshots[4].write_bytes(content)
     with pytest.raises(UserError, match=f"{snapshots[4].name} .*its hash differs.*remove the file"):
-        Average(checkpoint, 0.18).load()
+        average.load()
     for file in snapshots.values():
         file.unlink()
     with pytest.raises(UserError, match="sampling.ema_length=0.18: .*0 earlier snapshots.*train.ema_snapshot_every"):
-        posthoc_ema.check_and_hash(checkpoint, "ema", 0.18)
-    assert posthoc_ema.check_and_hash(checkpoint, "ema", 0.25) != identity  # it is in the checkpoint
+        posthoc_ema.find_average(checkpoint, "ema", 0.18)
+    assert posthoc_ema.find_average(checkpoint, "ema", 0.25).hash != average.hash  # it is in the checkpoint
 
 
 def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_lengths_that_none_has(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from checkpoints.run import RunFolder
+from common.interfaces import TokenAlignment
 from configs import schema
 from latents import autoencoders
 from latents.dataset import LatentDataset
@@ -31,8 +31,7 @@ def build_ema(train: schema.Train, net: torch.nn.Module) -> EMA:
     return tracked_ema.TrackedEMA(net, train.ema_decay, train.ema_lengths, train.ema_schedule)
 
 
-def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> Any:
-    """Build an `extras.alignment.Alignment` for alignment=repa, or return None for alignment=none."""
+def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator: Accelerator) -> TokenAlignment | None:
     if cfg.alignment.name == "none":
         return None
     from extras import alignment  # imported only for alignment=repa, because timm is slow to import

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from common.errors import Diverged
+from common.interfaces import TokenAlignment
 from common.interruption import Interrupted
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
@@ -117,7 +118,7 @@ class Trainer:
         net: DiT,
         ema: EMA,
         dataset: LatentDataset,
-        alignment: Any = None,
+        alignment: TokenAlignment | None = None,
         hooks: Sequence[Hook] = (),
     ):
         self.accelerator = accelerator

@@ -1,0 +1,70 @@
+"""What the trainer and the samplers expect of parts that they do not import, because a key selects them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:  # configs/schema.py imports this module, and torch takes seconds to import
+    import numpy as np
+    from torch import Tensor, nn
+
+    from common.randomness import SampleRandom
+
+
+class Sampler(Protocol):
+    """A solver that generates latents, such as `edm.sampler.HeunSampler`. Its attributes are the keys of the group sampler."""
+
+    num_steps: int
+
+    def evaluated_levels(self) -> list[float]:
+        """Return the noise levels at which the sampler calls the denoiser, in descending order."""
+        ...
+
+    def __call__(self, denoiser: Callable[..., Tensor], noise: Tensor, y: Tensor, random: SampleRandom | None = None) -> Tensor:
+        """Generate latents from standard normal noise, both (B, C, H, W)."""
+        ...
+
+
+class Diffusion(Protocol):
+    """A noise process, its denoiser and its loss, such as `edm.EDM`. Its attributes are the keys of the group diffusion.
+
+    Attributes:
+        name: The choice diffusion=<name>.
+        Sampler: Class of the sampler.
+    """
+
+    name: str
+    Sampler: ClassVar[type]
+
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, level: Tensor, y: Tensor, /, **net_kwargs: Any) -> Tensor:
+        """Return the estimate of the clean latents (see `edm.EDM.denoise`)."""
+        ...
+
+    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs: Any) -> Tensor:
+        """Return the loss of each sample, (B,) (see `edm.EDM.loss`). Diffusions that only sample have none."""
+        ...
+
+
+class TokenAlignment(Protocol):
+    """A second loss, which aligns the network's tokens with those of an encoder (see `extras.alignment.Alignment`)."""
+
+    projector: nn.Module
+    encoder_hash: str
+
+    def fetch(self, items: np.ndarray, flips: np.ndarray, /) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def encode(self, images: Tensor, /) -> Tensor: ...
+
+    def observe(self, net: Callable[..., Tensor]) -> Callable[..., Tensor]: ...
+
+    def loss(self, projector: Callable[[Tensor], Tensor], net: Callable[..., Tensor], patches: Tensor) -> Tensor: ...
+
+
+class WeightAverage(Protocol):
+    """An average of a run's weights that no checkpoint stores (see `extras.posthoc_ema.Average`). `hash` identifies its files."""
+
+    length: float
+    hash: str
+
+    def load(self) -> dict[str, Tensor]: ...
