@@ -15,16 +15,14 @@ from pydantic import BeforeValidator, Field
 
 from common.errors import UserError
 from common.interfaces import Sampler
-from common.types import AutoencoderSpec, Colour, NonNegativeInt, PositiveInt, Text
+from common.types import AutoencoderSpec, PositiveInt, Text
 from configs.schema import (
     CheckpointPath,
-    Compile,
-    DetectorName,
     EMALength,
     Guidances,
     GuidanceSettings,
     Labels,
-    NumSamples,
+    Machine,
     Precision,
     Rounding,
     Sampling,
@@ -34,7 +32,7 @@ from configs.schema import (
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten
+from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten, or_none
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -71,38 +69,11 @@ class ResolvedSampling(Sampling):
     ema_length: EMALength | None
 
 
-# The keys and types of a group of train.py, where None stands for the run's value. tests/test_choices.py holds them equal.
-class MachineOverrides(Settings):
-    compile: Compile | None
-    tf32: bool | None
-    cpu_threads: PositiveInt | None
-
-
-class EvaluationOverrides(Settings):
-    num_samples: NumSamples | None
-    first_seed: NonNegativeInt | None
-    detector: OneOrMany[DetectorName] | None
-    detector_weights: Text | None
-    dinov2_weights: Text | None
-    background: Colour | None
-    reference: Text | None
-
-
-class SamplingOverrides(Settings):
-    labels: Labels | None
-    precision: Precision | None
-    rounding: Rounding | None
-    batch_size: PositiveInt | None
-    autoencoder: AutoencoderSpec | None
-    weights: Weights | None
-    ema_length: EMALength | None
-
-
-class SamplingSweep(SamplingOverrides):
-    """The overrides of fid.py, which may list several values of these keys."""
-
-    weights: OneOrMany[Weights] | None
-    ema_length: OneOrMany[EMALength] | None
+# The keys of groups that train.py has, too. None stands for the run's value. fid.py may list several values of two keys.
+MachineOverrides = or_none("MachineOverrides", Machine)
+EvaluationOverrides = or_none("EvaluationOverrides", SharedEvaluationSettings)
+SamplingOverrides = or_none("SamplingOverrides", ResolvedSampling)
+SamplingSweep = or_none("SamplingSweep", ResolvedSampling, weights=OneOrMany[Weights], ema_length=OneOrMany[EMALength])
 
 
 class RecipeOverrides(NamedTuple):

@@ -3,17 +3,16 @@
 import re
 from dataclasses import fields
 from pkgutil import resolve_name
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, checked
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 import dit
 from cli.compose import compose_overrides
-from common.roles import Role
 from configs import sampling_schema, schema
 from configs.settings import GROUPS, Settings
 from evaluations.suite import METRICS
@@ -140,23 +139,24 @@ def test_the_settings_of_every_sampler_are_keys_of_its_group():
         assert stored.keys() == settings and stored == vars(resolve_name(kind).Sampler())
 
 
-def test_overrides_have_the_keys_of_their_groups_with_the_same_types():
-    def or_none(hint):
-        if get_origin(hint) is Annotated:
-            parts = [part for part in hint.__metadata__ if not isinstance(part, Role)]
-            hint = Annotated[(hint.__origin__, *parts)] if parts else hint.__origin__
-        return hint | None
-
-    for overrides, group, listed_keys in (
-        (sampling_schema.MachineOverrides, schema.Machine, set()),
-        (sampling_schema.EvaluationOverrides, schema.SharedEvaluationSettings, set()),
-        (sampling_schema.SamplingOverrides, sampling_schema.ResolvedSampling, set()),
-        (sampling_schema.SamplingSweep, sampling_schema.ResolvedSampling, {"weights", "ema_length"}),
+def test_overrides_have_the_keys_of_their_groups_and_accept_what_the_groups_accept_or_none():
+    run, evaluation = checked([]), checked(["evaluation.detector=[digits,inception]"]).evaluation
+    sampling = {**dict(run.sampling), "weights": "raw", "ema_length": 0.1}
+    of_evaluation = {key: value for key, value in evaluation if key in schema.SharedEvaluationSettings.model_fields}
+    for overrides, values in (
+        (sampling_schema.MachineOverrides, dict(run.machine)),
+        (sampling_schema.EvaluationOverrides, of_evaluation),
+        (sampling_schema.SamplingOverrides, sampling),
+        (sampling_schema.SamplingSweep, sampling | {"weights": ["ema", "raw"], "ema_length": [0.1, 0.2]}),
     ):
-        found, expected = (get_type_hints(kind, include_extras=True) for kind in (overrides, group))
-        assert overrides.model_fields.keys() == group.model_fields.keys()
-        for key in group.model_fields.keys() - listed_keys:
-            assert found[key] == or_none(expected[key]), key
+        nothing = dict.fromkeys(values)
+        assert dict(overrides.model_validate(values)) == values and dict(overrides.model_validate(nothing)) == nothing
+        for key in values:
+            for wrong in ({"no": "value"}, -1):
+                with pytest.raises(ValidationError, match=key):
+                    overrides.model_validate(nothing | {key: wrong})
+    with pytest.raises(ValidationError, match="weights"):  # only fid.py accepts lists
+        sampling_schema.SamplingOverrides.model_validate(sampling | {"weights": ["ema"]})
 
 
 def test_the_groups_that_the_commands_share_with_training_have_its_keys():
