@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,7 +86,8 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Find checkpoints. `files` lists the files that must be intact, or is None for all files (see `store.verify`).
+# Find checkpoints. `files` lists the files that must be intact, or is None for all files (see `store.verify`). `check` raises
+# UserError for a checkpoint that does not fit. It is called before large files are hashed, which can take minutes.
 
 
 @dataclass(frozen=True)
@@ -97,29 +98,50 @@ class Damaged:
     problem: str
 
 
-def verify_and_read(folder: Path, files: Collection[str] | None = None) -> Checkpoint | Damaged:
+def accept(checkpoint: Checkpoint) -> None:
+    """Accept any checkpoint."""
+
+
+def verify_and_read(
+    folder: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+) -> Checkpoint | Damaged:
     """Verify and read a checkpoint.
 
-    Raises UserError if the disk cannot be read, if this version does not read the files, or (`store.Removed`) if a running
-    trainer removes the checkpoint meanwhile.
+    Raises UserError if the disk cannot be read, if this version does not read the files, if `check` does, or (`store.Removed`) if
+    a running trainer removes the checkpoint meanwhile.
     """
-    is_intact = False
+    if problem := find_damage(folder, ()):
+        return Damaged(folder, problem)
+    try:
+        checkpoint = read_checkpoint(folder)
+    except UserError:
+        store.refuse_removed(folder)
+        raise
+    check(checkpoint)
+    if problem := find_damage(folder, files):
+        return Damaged(folder, problem)
+    return checkpoint
+
+
+def find_damage(folder: Path, files: Collection[str] | None) -> str | None:
+    """Return what is wrong with the files of a checkpoint, or None. Raises UserError if the disk cannot be read."""
     try:
         store.verify(folder, files)
-        is_intact = True
-        return read_checkpoint(folder)
     except UserError as e:
         store.refuse_removed(folder)
-        if is_intact or isinstance(e.__cause__, OSError):
+        if isinstance(e.__cause__, OSError):
             raise
-        return Damaged(folder, str(e))
+        return str(e)
+    return None
 
 
-def scan(folders: Iterable[Path], files: Collection[str] | None, if_removed: str) -> Iterator[Checkpoint | Damaged]:
+def scan(
+    folders: Iterable[Path], files: Collection[str] | None, if_removed: str, check: Callable[[Checkpoint], None] = accept
+) -> Iterator[Checkpoint | Damaged]:
     """Verify and yield checkpoints. Warn of those that a trainer removes meanwhile, with `if_removed`, and leave them out."""
     for folder in folders:
         try:
-            yield verify_and_read(folder, files)
+            yield verify_and_read(folder, files, check)
         except store.Removed:
             log.warning("%s was removed while it was read; %s", folder, if_removed)
 
@@ -132,10 +154,12 @@ def list_newest_first(root: Path) -> Iterator[Path]:
         yield left[-1]
 
 
-def find_newest(root: Path, files: Collection[str] | None = None) -> tuple[Checkpoint | None, list[Damaged]]:
+def find_newest(
+    root: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+) -> tuple[Checkpoint | None, list[Damaged]]:
     """Return the newest intact checkpoint in `root` or None, and the newer ones, which are damaged."""
     damaged = []
-    for found in scan(list_newest_first(root), files, "looking for the next newest"):
+    for found in scan(list_newest_first(root), files, "looking for the next newest", check):
         if isinstance(found, Checkpoint):
             return found, damaged
         damaged.append(found)
@@ -151,18 +175,6 @@ def find_all(root: Path, files: Collection[str] | None = None) -> list[Checkpoin
     for problem in damaged:
         log.warning("%s; it is left out", problem)
     return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
-
-
-def preview_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that a command will load from `folder`, a run or a checkpoint, or None. Verify its small files only.
-
-    Hashing the large files can take minutes, so commands refuse wrong settings before. They check the settings again afterwards,
-    because the large files may turn out to be damaged, and an earlier checkpoint is then used.
-    """
-    if (folder / store.MANIFEST).exists():
-        found = verify_and_read(folder, ())
-        return found if isinstance(found, Checkpoint) else None
-    return find_newest(folder / "checkpoints", ())[0]
 
 
 def warn_of_renamed(root: Path, newest: Checkpoint | None) -> None:
@@ -185,19 +197,21 @@ def holds_latents(folder: Path) -> bool:
     return False
 
 
-def resolve_checkpoint(folder: Path, key: str, files: Collection[str] | None = None) -> Checkpoint:
+def resolve_checkpoint(
+    folder: Path, key: str, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+) -> Checkpoint:
     """Return the checkpoint `folder`, or the newest intact checkpoint of the run `folder`. `key` names it in errors."""
     if holds_latents(folder):
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
-        found = verify_and_read(folder, files)
+        found = verify_and_read(folder, files, check)
         if isinstance(found, Damaged):
             raise UserError(found.problem)
         return found
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{store.folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
-    newest, damaged = find_newest(folder / "checkpoints", files)
+    newest, damaged = find_newest(folder / "checkpoints", files, check)
     warn_of_renamed(folder / "checkpoints", newest)
     if newest is None:
         problems = "; ".join(checkpoint.problem for checkpoint in damaged)

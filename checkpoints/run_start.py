@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,6 @@ from checkpoints import store
 from checkpoints.checkpoint import (
     Checkpoint,
     find_newest,
-    preview_checkpoint,
     read_class_names,
     read_config,
     resolve_checkpoint,
@@ -66,7 +66,9 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
     if newest is not None:
         if cfg.init_from is not None:
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
-        changes = check_resume(newest, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
+        changes = changes_on_resume(newest.config, cfg)
+        for change in changes:
+            log.warning("resumed with a changed setting: %s", change)
         is_complete = newest.step >= cfg.train.num_steps
         return RunStart("complete" if is_complete else "resume", newest, changes=changes)
     check_routes(cfg)
@@ -103,12 +105,7 @@ def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> C
     """
     if cfg.resume == "never" and store.list_steps(run.checkpoints):
         raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
-    if (candidate := preview_checkpoint(run.path)) is not None:
-        if source := candidate.imported_from:
-            remedy = f"start another run from its weights: name=<another> init_from={run.path}"
-            raise UserError(f"{candidate.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
-        refuse_other_settings(candidate, cfg)
-    newest, damaged = find_newest(run.checkpoints)
+    newest, damaged = find_newest(run.checkpoints, check=partial(check_resume, cfg=cfg))
     warn_of_renamed(run.checkpoints, newest)
     if newest is None and damaged:
         raise UserError(
@@ -130,14 +127,12 @@ def find_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoi
         return None
     source = run.earlier_initial_checkpoint(Path(cfg.init_from))
     raw = store.WEIGHTS["raw"]
-    if (candidate := preview_checkpoint(source)) is not None:
-        check_initial(candidate, cfg)
-    checkpoint = resolve_checkpoint(source, "init_from", None if cfg.init_state == "all" else [store.WEIGHTS["ema"]])
+    files = None if cfg.init_state == "all" else [store.WEIGHTS["ema"]]
+    checkpoint = resolve_checkpoint(source, "init_from", files, check=partial(check_initial, cfg=cfg))
     if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
         store.verify(checkpoint.path, [raw])
     elif cfg.init_state == "weights":
         log.warning("init_from=%s has no %s: the raw weights also start from the EMA", cfg.init_from, raw)
-    check_initial(checkpoint, cfg)  # again, because it is not the previewed checkpoint if that one is damaged
     return checkpoint
 
 
@@ -161,17 +156,11 @@ def check_initial(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
         raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(map(str, changed))}{remedy}")
 
 
-def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> list[Change]:
-    """Check that a run with the configuration `cfg` can resume from a checkpoint. Log and return changes of resume=changed."""
-    refuse_other_settings(checkpoint, cfg)
-    changes = changes_on_resume(checkpoint.config, cfg)
-    for change in changes:
-        log.warning("resumed with a changed setting: %s", change)
-    return changes
-
-
-def refuse_other_settings(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
-    """Raise UserError, which lists the differing keys, if a checkpoint belongs to a run with different settings than `cfg`."""
+def check_resume(checkpoint: Checkpoint, cfg: schema.TrainConfig) -> None:
+    """Raise UserError if a run with the configuration `cfg` cannot resume from a checkpoint. It lists the keys that differ."""
+    if source := checkpoint.imported_from:
+        remedy = f"start another run from its weights: name=<another> init_from={checkpoint.path.parent.parent}"
+        raise UserError(f"{checkpoint.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
     stored = checkpoint.config
     fixed, changed = differences_by_role("resume", "refuses", stored, cfg), changes_on_resume(stored, cfg)
     if fixed or (changed and cfg.resume != "changed"):

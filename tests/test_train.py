@@ -267,8 +267,9 @@ def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(
     remedy = "Restore them, or start another run with name=..., or accept them with resume=changed"
     assert str(error.value) == f"resume: {tmp_path} belongs to a run with different settings: {line}. {remedy}"
     assert not caplog.text
-    run_start.check_resume(checkpoint, checked([*TINY, *stored, change, "resume=changed"]))
-    assert [record.message for record in caplog.records] == [f"resumed with a changed setting: {line}"]
+    meant = checked([*TINY, *stored, change, "resume=changed"])
+    run_start.check_resume(checkpoint, meant)
+    assert [str(change) for change in run_start.changes_on_resume(checkpoint.config, meant)] == [line]
 
 
 def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(tmp_path, caplog):
@@ -279,10 +280,11 @@ def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(tmp_
     assert not caplog.text
 
 
-def test_changes_that_are_meant_are_recorded_with_the_start(train):
+def test_changes_that_are_meant_are_logged_and_recorded_with_the_start(train, caplog):
     for keys in (["train.num_steps=1"], ["train.lr=1e-3", "train.num_steps=2", "resume=changed"], ["train.lr=1e-3"]):
         run = train("run", *keys)
     assert [start.get("changed") for start in starts(run)] == [None, ["train.lr: 0.002 -> 0.001"], None]
+    assert [line for line in caplog.messages if "changed" in line] == ["resumed with a changed setting: train.lr: 0.002 -> 0.001"]
     assert [line["lr"] for line in metrics(run)] == [2e-3] + 5 * [1e-3]
     with pytest.raises(UserError, match="train.lr: 0.001 -> 0.002.*resume=changed"):  # even though the run is complete
         train("run")
