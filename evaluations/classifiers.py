@@ -144,7 +144,7 @@ def train_detector(images: ImageSet, output: Path, device: torch.device, num_epo
         raise UserError(f"reference={images.path}: {'; '.join(reasons)}")
     labels = torch.from_numpy(images.labels)
     pixels = torch.from_numpy(np.concatenate(list(images.batches(1000))))
-    metadata = {"detector": name, "resolution": height, "num_classes": num_classes, "trained_on": images.hash()}
+    metadata = {"detector": name, "resolution": height, "num_classes": num_classes, "trained_on": images.local_hash()}
     random = np.random.default_rng(1)
     batch_size = 64
     held_out, training = _split(pixels.numpy(), num_images // (5 if is_digits else 10))

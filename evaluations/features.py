@@ -52,7 +52,7 @@ class Features:
         """
         return self._memoised("radii", device, lambda: squared_radii_of_reference(self.pool.to(device)))
 
-    def gaussian_on(self, layer: str, device: torch.device | str) -> Statistics | Tensor | None:
+    def statistics_or_features(self, layer: str, device: torch.device | str) -> Statistics | Tensor | None:
         """Return the statistics of a layer on the device, or its features if there are no statistics.
 
         The statistics stay on the device, with the root that they cache.
@@ -152,7 +152,7 @@ def features_of_images(
 
 def _cache_file(folder: Path, images: ImageSet, detector: Detector) -> tuple[Path, dict[str, str]]:
     """Return the cache file <folder>/<images>_<detector>_<hash>.safetensors and a header that identifies images and weights."""
-    header = {"images": images.hash(), "weights": detector.weights_hash}
+    header = {"images": images.local_hash(), "weights": detector.weights_hash}
     return folder / f"{images.path.name}_{detector.name}_{hash_bytes(repr(header).encode())[:8]}.safetensors", header
 
 

@@ -68,11 +68,11 @@ class ImageSet(Protocol):
         """Yield the images with the ascending indices `items`, or all images, in uint8 batches [b, H, W, 3]."""
         ...
 
-    def quick_hash(self) -> str:
+    def portable_hash(self) -> str:
         """Return a hash that is equal for a copy of the set on another machine."""
         ...
 
-    def hash(self) -> str:
+    def local_hash(self) -> str:
         """Return a hash that identifies the pixels and labels on this machine, for caches and results."""
         ...
 
@@ -126,7 +126,7 @@ class ImageFolder:
             if number > 1:
                 raise UserError(f"{self.path} holds {number} images of {seed}; sample other seeds= in each folder")
         self._noted: dict[str, list[Path]] = defaultdict(list)  # images of the current pass by note of `read_rgb`
-        self._quick_hash: str | None = None
+        self._portable_hash: str | None = None
         self.shape = ()  # unknown until the first image is read
         self.shape = (len(self.files), *self._read(self.files[0]).shape)
 
@@ -181,22 +181,22 @@ class ImageFolder:
         if problems := [text for text in pool.map(problem, files) if text is not None]:
             raise UserError(list_problems(problems, "repair or remove {}"))
 
-    def quick_hash(self) -> str:
+    def portable_hash(self) -> str:
         """Hash the arguments, file names and file sizes. A copy of the folder on another machine has the same hash.
 
         Later calls return the same hash, because looking up every file takes long on a shared disk.
         """
-        if self._quick_hash is None:
+        if self._portable_hash is None:
             sizes = []
             for file in self.files:
                 with as_user_error(file):  # for example a file that was removed
                     sizes.append((file.relative_to(self.path).as_posix(), file.stat().st_size))
-            self._quick_hash = hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
-        return self._quick_hash
+            self._portable_hash = hash_bytes(repr([self._modes, self.crop, self.background, sizes]).encode())
+        return self._portable_hash
 
-    def hash(self) -> str:
-        """Hash the quick_hash and modification times. Hashing the contents would take as long as evaluating the images."""
-        return hash_bytes(repr([self.quick_hash(), [file.stat().st_mtime_ns for file in self.files]]).encode())
+    def local_hash(self) -> str:
+        """Hash the portable_hash and modification times. Hashing the contents would take as long as evaluating the images."""
+        return hash_bytes(repr([self.portable_hash(), [file.stat().st_mtime_ns for file in self.files]]).encode())
 
     def spot_check(self) -> list[int | None]:
         """Return the sizes of ten files. A lookup of every file by every process would overload a shared disk."""
@@ -277,7 +277,7 @@ class NpzImages:
                     following = item + 1
                 yield images
 
-    def quick_hash(self) -> str:
+    def portable_hash(self) -> str:
         """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except UNHASHED_ARRAYS.
 
         A copy to which `prepare_latents.py reference` adds the colour, such as that of ADM's file, is the same reference.
@@ -286,7 +286,7 @@ class NpzImages:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
             return hash_bytes(repr([entry for entry in entries if entry[0] not in UNHASHED_ARRAYS]).encode())
 
-    hash = spot_check = quick_hash  # the checksums already cover the contents of the arrays
+    local_hash = spot_check = portable_hash  # the checksums already cover the contents of the arrays
 
 
 def open_images(

@@ -32,7 +32,7 @@ class FeaturePair:
         """Compute the Frechet distance for a layer. Returns None if a set has no statistics and fewer than two images."""
         # Devices other than CUDA may lack float64, and the CPU needs only seconds.
         device = self.device if torch.device(self.device).type == "cuda" else "cpu"
-        sides = [side.gaussian_on(layer, device) for side in (self.reference, self.samples)]
+        sides = [side.statistics_or_features(layer, device) for side in (self.reference, self.samples)]
         is_missing = any(side is None or (isinstance(side, Tensor) and len(side) < 2) for side in sides)
         if is_missing:
             return None

@@ -38,10 +38,10 @@ class PixelShards:
             part = items[i : i + batch_size]
             yield self._dataset.fetch_with_images(part, np.zeros(len(part), dtype=bool))[2].numpy()
 
-    def quick_hash(self) -> str:
+    def portable_hash(self) -> str:
         return self._dataset.hash
 
-    hash = quick_hash
+    local_hash = portable_hash
 
     def spot_check(self) -> str:
         return LatentDataset(self.path).hash

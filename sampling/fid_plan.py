@@ -170,7 +170,7 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
     )
     warn_of_jpegs(images, reference)
     output = output_for_images(cfg, images)
-    settings = {"images": cfg.images, "images_hash": images.hash(), "num_samples": evaluation.num_samples}
+    settings = {"images": cfg.images, "images_hash": images.local_hash(), "num_samples": evaluation.num_samples}
     metrics = [metric.name for detector in evaluation.all_detectors for metric in metrics_for(detector)]
     if images.labels is not None and images.class_names and any(name.startswith("class_agreement") for name in metrics):
         settings["class_names_hash"] = hash_bytes(json.dumps(images.class_names).encode())

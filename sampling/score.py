@@ -25,7 +25,7 @@ def scoring_settings(evaluation: schema.SharedEvaluationSettings, reference: Ima
         "detector": "+".join(evaluation.all_detectors),
         **hash_weights(evaluation),
         "reference": Path(evaluation.reference).name,
-        "reference_hash": reference.quick_hash(),
+        "reference_hash": reference.portable_hash(),
     }
 
 

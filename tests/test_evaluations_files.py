@@ -131,10 +131,10 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
         if name.endswith(".png"):
             assert np.array_equal(whole[i], images[names.index(name)])
     assert np.array_equal(read(found, 2, range(1, 6)), whole[1:6])
-    before = found.hash()
-    assert ImageFolder(tmp_path).hash() == before
+    before = found.local_hash()
+    assert ImageFolder(tmp_path).local_hash() == before
     Image.fromarray(make_images(1, seed=9)[0]).save(tmp_path / "f.png")
-    assert ImageFolder(tmp_path).hash() != before
+    assert ImageFolder(tmp_path).local_hash() != before
 
 
 def test_the_grids_of_sample_py_are_not_samples_and_its_file_names_are_labels(tmp_path):
@@ -197,7 +197,7 @@ def test_shards_are_no_folder_of_images_even_after_inspect(tmp_path):
     reference = open_reference(str(pixels), "reference", ["inception"], resolution=8)
     assert np.array_equal(read(reference, 4), expected) and np.array_equal(read(reference, 2, [1, 4, 5]), expected[[1, 4, 5]])
     assert reference.labels.tolist() == dataset.labels.tolist() and reference.shape == (6, 8, 8, 3)
-    assert open_image_set(pixels / "a.safetensors").hash() == reference.hash()
+    assert open_image_set(pixels / "a.safetensors").local_hash() == reference.local_hash()
     with pytest.raises(UserError, match="latents holds latents of autoencoder=sd-vae:x, not images; .*prepare_latents.py ref"):
         open_reference(str(latents), "reference", ["inception"], resolution=64)
     with pytest.raises(UserError, match="holds no images"):  # the drawings are all that a reader of images could find
@@ -244,7 +244,7 @@ def test_the_background_travels_with_a_reference(tmp_path, caplog):
     open_with(str(old), "white")
     assert "old.npz does not say which colour is behind its transparent images; evaluation.background=white" in caplog.text
     assert open_images(reference(old, "stamped.npz", "background=blue")).background == "blue"
-    assert open_images(tmp_path / "stamped.npz").hash() == open_images(old).hash()
+    assert open_images(tmp_path / "stamped.npz").local_hash() == open_images(old).local_hash()
 
 
 def test_a_reference_with_class_names_is_the_same_reference_and_keeps_the_names(tmp_path):
@@ -254,7 +254,7 @@ def test_a_reference_with_class_names_is_the_same_reference_and_keeps_the_names(
         write_npz(file, iter(images), images.shape, np.arange(4), class_names=names if known else None)
     with_names, without = map(open_images, files.values())
     assert (with_names.class_names, without.class_names) == (names, None)
-    assert with_names.hash() == without.hash()  # so that caches and results stay valid
+    assert with_names.local_hash() == without.local_hash()  # so that caches and results stay valid
 
 
 def test_a_reference_of_one_image_is_refused_and_another_size_is_said(tmp_path, caplog):
@@ -273,7 +273,7 @@ def test_a_folder_of_reference_images_is_cropped_to_the_resolution_of_the_run_as
     reference = open_reference(str(tmp_path), "reference", ["inception"], resolution=16)
     assert reference.shape == (2, 16, 16, 3)
     assert np.array_equal(read(reference, 2)[0], adm_center_crop(Image.open(tmp_path / "a.png"), 16))
-    assert reference.hash() != open_images(tmp_path).hash()  # caches of features depend on it
+    assert reference.local_hash() != open_images(tmp_path).local_hash()  # caches of features depend on it
     write_folder(tmp_path / "square", make_images(1, 16, 16))
     same = [open_images(tmp_path / "square", crop=crop) for crop in (None, 16)]
     assert np.array_equal(*(read(images, 1) for images in same))

@@ -291,7 +291,7 @@ def test_a_dangling_link_among_the_images_of_a_reference_is_named_before_any_wor
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to("missing.png")
     with pytest.raises(UserError, match="b.png cannot be read: it is not a regular file, or the link is broken"):
-        open_images(tmp_path, crop=8).quick_hash()
+        open_images(tmp_path, crop=8).portable_hash()
 
 
 def test_a_deep_tree_of_folders_is_listed_or_refused_at_once(tmp_path):

@@ -1068,7 +1068,7 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     assert "#0000ff is behind 3 transparent images, such as" in caplog.text
     assert all((OriginalImages(dataset, str(images)).read(item).pixels == image).all() for item, image in enumerate(read))
     assert (next(open_images(images, convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
-    white, black = (open_images(images, crop=8, background=name).hash() for name in ("white", "black"))
+    white, black = (open_images(images, crop=8, background=name).local_hash() for name in ("white", "black"))
     assert white != black
     with pytest.raises(UserError, match="background: unknown color specifier: 'whit'"):
         encode(images, tmp_path / "x", "identity", *settings, "background=whit")

@@ -95,7 +95,7 @@ def test_a_shared_folder_is_all_that_two_nodes_need(folder):
 def test_one_process_inspects_the_images_for_both(folder):
     first, second = (json.loads((folder / f"calls_{rank}.json").read_text()) for rank in (0, 1))
     assert first["size"] > 9 and second["size"] == 3  # one for each of three commands, to check that both see the same
-    assert first["hash"] >= 1 and "hash" not in second
+    assert first["local_hash"] >= 1 and "local_hash" not in second
 
 
 def test_two_processes_produce_the_same_images_figures_and_latents_as_one(folder, monkeypatch):

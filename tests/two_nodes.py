@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
         )  # a process cannot open a second process group
         stack.enter_context(mock.patch.object(processes, "NEW_FILE_SEC", 1.0))
         stack.enter_context(mock.patch.object(autoencoders, "build", build))
-        for owner, what in ((LabelledImages, "size"), (NpzImages, "hash")):
+        for owner, what in ((LabelledImages, "size"), (NpzImages, "local_hash")):
             stack.enter_context(mock.patch.object(owner, what, counted(getattr(owner, what), calls, what)))
         for name in RUNS:
             error = None
