@@ -35,7 +35,7 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
     from training import build, tracking
-    from training.data import open_data, open_validation
+    from training.data import complete_config, open_training_latents, open_validation, warn_of_unusual_scale
     from training.hooks import lowest_metric
     from training.loading import load_start
     from training.parallel import check_batch_divides
@@ -47,7 +47,9 @@ def main(cfg: TrainConfig) -> float | None:
     # Check the configuration, the data and the checkpoints before any slow work.
     if cfg.diffusion.name == "ddpm":
         raise UserError("diffusion=ddpm is for sampling from imported weights and has no loss; train with diffusion=edm or sit")
-    cfg, dataset = open_data(cfg)
+    dataset = open_training_latents(cfg.data)
+    cfg = complete_config(cfg, dataset)
+    warn_of_unusual_scale(cfg, dataset)
     log_with = "wandb" if cfg.wandb.mode != "disabled" else None
     train, machine = cfg.train, cfg.machine
     accelerator = start_accelerator(machine.cpu_threads, tf32=machine.tf32, precision=train.precision, log_with=log_with)

@@ -122,7 +122,7 @@ def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
 def is_kept(step: int, folder: Path, keep_every: int) -> bool:
     """Return whether `step` is a multiple of keep_every, or of the value with which the checkpoint was saved.
 
-    A longer run may have a larger keep_every (`training.data.fill_in_lengths`), and must not delete what the shorter one kept.
+    A longer run may have a larger keep_every (`training.data.complete_lengths`), and must not delete what the shorter one kept.
     """
     if keep_every and step % keep_every == 0:
         return True

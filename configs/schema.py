@@ -114,7 +114,7 @@ AnyModel = Annotated[Model | LightningModel | SPRINTModel, Field(discriminator="
 
 
 class Data(Settings):
-    """Training data settings. `training.data.open_data` reads the values of keys that are None from the latents."""
+    """Training data settings. `training.data.complete_config` takes the values of keys that are None from the latents."""
 
     name: ChangesReport[FolderName]
     path: ChangesNothing[Text | None]
@@ -205,7 +205,7 @@ Guidances = Annotated[list[GuidanceSettings], BeforeValidator(combinations), Fie
 
 
 class Train(Settings):
-    num_steps: ChangesReport[PositiveInt | None]  # `training.data.fill_in_lengths` computes lengths that are None
+    num_steps: ChangesReport[PositiveInt | None]  # `training.data.complete_lengths` computes lengths that are None
     batch_size: SameRun[PositiveInt]
     grad_accum_steps: ChangesNothing[PositiveInt]
     optimizer: SameState[Literal["adamw", "muon"]] = "adamw"  # a name in training.optimizers.OPTIMIZERS

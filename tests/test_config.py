@@ -19,7 +19,7 @@ from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
 from sampling import recipe
-from training.data import open_data
+from training.data import complete_config, open_training_latents
 
 SD = dict(channels=4, kind="moments", num_classes=1000, scale_factor=0.18215, autoencoder="sd-vae:some/vae")
 
@@ -35,7 +35,8 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
         make_shard(tmp_path / "x.safetensors", size=64 if data == "imagenet512" else 32, num_items=2, **SD)
         overrides.append(f"data.path={tmp_path}")
     given = checked(overrides)
-    cfg, dataset = open_data(given)
+    dataset = open_training_latents(given.data)
+    cfg = complete_config(given, dataset)
     with torch.device("meta"):
         net = cfg.model.build(cfg.data)
     assert len(net.router.routes) == len(cfg.model.routes) and (model in ("dit", "lightningdit")) == (not cfg.model.routes)
@@ -44,7 +45,7 @@ def test_every_shipped_configuration_composes_and_builds(tmp_path, number, model
     assert cfg.sampler.num_steps == (20 if data == "digits" else 250 if diffusion == "ddpm" else 40)
     assert cfg.name == f"{tmp_path.name if data == 'custom' else data}_{model}"
     assert cfg.sampling.autoencoder == dataset.info.autoencoder and cfg.data.scale_factor == dataset.info.scale_factor
-    assert given.data.scale_factor is None  # open_data does not change the configuration that it gets
+    assert given.data.scale_factor is None  # the given configuration is not changed
     assert schema.TrainConfig.model_validate(cfg.model_dump()) == cfg
 
 
@@ -291,7 +292,7 @@ def test_one_error_names_all_wrong_keys():
 def test_data_are_compared_with_the_configuration(tmp_path):
     make_shard(tmp_path / "x.safetensors", channels=6, size=4, num_classes=7, num_items=2)
     anything = [f"data.path={tmp_path}", "data.in_channels=null", "data.input_size=null", "data.num_classes=null"]
-    cfg, _ = open_data(checked(anything))
+    cfg = complete_config(given := checked(anything), open_training_latents(given.data))
     assert (cfg.data.in_channels, cfg.data.input_size, cfg.data.num_classes) == (6, 4, 7)
     for override, words in (
         ("data.path=null", "data.path is not set"),
@@ -299,7 +300,7 @@ def test_data_are_compared_with_the_configuration(tmp_path):
         ("data.input_size=32", "data.input_size=32, but .* 4"),
     ):
         with pytest.raises(UserError, match=words):
-            open_data(checked([*anything, override]))
+            complete_config(given := checked([*anything, override]), open_training_latents(given.data))
 
 
 @pytest.mark.parametrize(

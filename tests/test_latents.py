@@ -19,7 +19,7 @@ from latents import autoencoders
 from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
-from training.data import open_data
+from training.data import open_training_latents, warn_of_unusual_scale
 
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
 CPU = torch.device("cpu")
@@ -306,5 +306,6 @@ def test_replacing_any_shard_changes_the_identity_even_without_hashes_in_the_hea
 @pytest.mark.parametrize(("scale_factor", "warns"), [(0.02, True), (0.5, False), (1.9, False), (10.0, True)])
 def test_an_unusual_scale_gives_a_warning(tmp_path, caplog, scale_factor, warns):
     make_shard(tmp_path / "a.safetensors", scale_factor=scale_factor)  # latents with a standard deviation of 1
-    open_data(checked(["data=custom", f"data.path={tmp_path}"]))
+    cfg = checked(["data=custom", f"data.path={tmp_path}"])
+    warn_of_unusual_scale(cfg, open_training_latents(cfg.data))
     assert ("the network sees latents with a standard deviation of" in caplog.text) == warns

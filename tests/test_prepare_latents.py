@@ -34,7 +34,7 @@ from latents.prepare.inspect import OriginalImages
 from latents.prepare.labelled_images import TarImages, describe_classes, open_labelled_images
 from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
-from training.data import open_data
+from training.data import complete_config, open_training_latents
 
 RESOLUTION = 32
 INFO = ShardInfo(kind="sample", scale_factor=0.5, autoencoder="identity", resolution=4, num_classes=3)
@@ -1059,7 +1059,8 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     pixels = LatentDataset(tmp_path / "white").fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2][:, 4, 4].tolist()
     assert pixels == [[255, 255, 255], [244, 204, 204], [200, 0, 0], [255, 255, 255]]
     encode(images, tmp_path / "blue", "identity", *settings, "background='#0000ff'")
-    cfg, dataset = open_data(checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"]))
+    given = checked(["data=custom", f"data.path={tmp_path / 'blue'}", "model.backbone=DiT-XS/2"])
+    cfg = complete_config(given, dataset := open_training_latents(given.data))
     assert (dataset.channels, dataset.info.scale_factor) == (3, 1.0)
     assert cfg.evaluation.background == "#0000ff"  # also for a folder of reference images
     read = next(open_images(images, crop=8, background=cfg.evaluation.background).batches(4))

@@ -34,7 +34,7 @@ from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
-from training.data import fill_in_lengths
+from training.data import complete_lengths
 from training.hooks import SampleGridHook
 from training.start import begin_first_step
 from training.trainer import Trainer, learning_rate
@@ -574,18 +574,18 @@ def test_the_learning_rate_equals_that_of_torchs_schedulers(schedule):
     ("num_images", "num_steps", "ema_decay"), [(100, 10_000, 0.999), (10_000, 78_125, 0.999872), (10**7, 400_000, 0.9999)]
 )
 def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_images(num_images, num_steps, ema_decay):
-    cfg = fill_in_lengths(checked(["data=custom"]), num_images)
+    cfg = complete_lengths(checked(["data=custom"]), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay, cfg.evaluation.every) == (num_steps, ema_decay, 0)
     assert cfg.checkpoint.every == cfg.sample_grid.every == cfg.train.ema_snapshot_every == num_steps // 20
     assert cfg.checkpoint.keep_every == 5 * (num_steps // 20)
-    chosen = fill_in_lengths(checked(["data=custom", "checkpoint.every=30"]), num_images).checkpoint
+    chosen = complete_lengths(checked(["data=custom", "checkpoint.every=30"]), num_images).checkpoint
     assert (chosen.every, chosen.keep_every) == (30, 150)
     own = ["data=custom", "train.num_steps=50", "train.ema_decay=0.5", "evaluation.reference=x", "sample_grid.every=7"]
-    cfg = fill_in_lengths(checked(own), num_images)
+    cfg = complete_lengths(checked(own), num_images)
     assert (cfg.train.num_steps, cfg.train.ema_decay) == (50, 0.5)
     assert (cfg.sample_grid.every, cfg.checkpoint.every, cfg.evaluation.every, cfg.train.ema_snapshot_every) == (7, 50, 100, 2)
     untouched = checked(TINY)
-    assert fill_in_lengths(untouched, num_images) == untouched
+    assert complete_lengths(untouched, num_images) == untouched
 
 
 def test_a_run_warns_before_the_disk_is_full_and_needs_room_for_a_checkpoint(train, monkeypatch, caplog, tmp_path):

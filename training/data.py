@@ -18,9 +18,8 @@ from latents.dataset import LatentDataset
 log = logging.getLogger(__name__)
 
 
-def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDataset]:
-    """Open the latents and fill in missing configuration values. The configuration must not contradict the latents."""
-    data = cfg.data
+def open_training_latents(data: schema.Data) -> LatentDataset:
+    """Open the training latents in data.path."""
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
     if not Path(data.path).exists():
@@ -29,29 +28,40 @@ def open_data(cfg: schema.TrainConfig) -> tuple[schema.TrainConfig, LatentDatase
         dataset = LatentDataset(data.path)
     if dataset.height != dataset.width:
         raise UserError(f"data.path={data.path}: networks need square latents, not {dataset.height}x{dataset.width}")
+    return dataset
+
+
+def complete_config(cfg: schema.TrainConfig, dataset: LatentDataset) -> schema.TrainConfig:
+    """Return the configuration with the values that depend on the latents, which it must not contradict."""
     stored = {"in_channels": dataset.channels, "input_size": dataset.height}
     for key in ("num_classes", "scale_factor", "resolution", "latents_mean", "latents_std"):
         stored[key] = getattr(dataset.info, key)
     for key, value in stored.items():
-        if getattr(data, key) not in (None, value):
+        if getattr(cfg.data, key) not in (None, value):
             actual = f"the latents of {dataset.path} have {value}; data=custom reads it from them"
-            raise UserError(f"data.{key}={getattr(data, key)}, but {actual}")
+            raise UserError(f"data.{key}={getattr(cfg.data, key)}, but {actual}")
+    filled = {
+        "data": cfg.data.model_copy(update=stored),
+        "sampling": fill_missing(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
+        "evaluation": fill_missing(cfg.evaluation, {"background": dataset.encode_settings.get("background", "white")}),
+    }
+    return complete_lengths(cfg.model_copy(update=filled), len(dataset))
+
+
+def warn_of_unusual_scale(cfg: schema.TrainConfig, dataset: LatentDataset) -> None:
+    """Warn if the latents that the network sees have another standard deviation than usual."""
     std = estimate_std(dataset)
     low, high = (x * getattr(cfg.diffusion, "sigma_data", 0.5) for x in USUAL_STD)
     if not low <= std <= high:
         message = f"the network sees latents with a standard deviation of {std:.3g}, and {low:g} to {high:g} is usual"
         log.warning("%s: %s; is the scale factor wrong? See `prepare_latents.py inspect`", dataset.path, message)
-    filled = {
-        "data": data.model_copy(update=stored),
-        "sampling": fill_missing(cfg.sampling, {"autoencoder": dataset.info.autoencoder}),
-        "evaluation": fill_missing(cfg.evaluation, {"background": dataset.encode_settings.get("background", "white")}),
-    }
-    cfg = cfg.model_copy(update=filled)
-    return fill_in_lengths(cfg, len(dataset)), dataset
 
 
-def fill_in_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
-    """Derive unset intervals, num_steps and ema_decay from the number of images, as described in configs/data/custom.yaml."""
+def complete_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainConfig:
+    """Return the configuration with the intervals, num_steps and ema_decay that are unset derived from the number of images.
+
+    configs/data/custom.yaml describes the rule.
+    """
     num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
     every = max(num_steps // 20, min(num_steps, 500))
     ema_decay = round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)

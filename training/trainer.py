@@ -88,7 +88,7 @@ class Trainer:
     """The trainer for a single run.
 
     Args:
-        cfg: The configuration that `training.data.open_data` returns.
+        cfg: The configuration that `training.data.complete_config` returns.
         net: The network without wrappers. Checkpoints store its weights.
         ema: The EMA of `net` before its first update.
         alignment: An `extras.alignment.Alignment`, or None.

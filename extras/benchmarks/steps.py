@@ -25,7 +25,7 @@ from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
 from runtime.processes import destroy_process_groups
 from training import build
-from training.data import open_data
+from training.data import complete_config, open_training_latents
 from training.trainer import Trainer
 
 
@@ -61,7 +61,8 @@ def start_for(cfg: schema.TrainConfig) -> Accelerator:
 
 def build_step(accelerator: Accelerator, cfg: schema.TrainConfig) -> TimedVariant:
     """Build the training step of train.py (data, forward, backward, optimizer, EMA) without hooks."""
-    cfg, dataset = open_data(cfg)
+    dataset = open_training_latents(cfg.data)
+    cfg = complete_config(cfg, dataset)
     cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 10**9})})  # more steps than a benchmark runs
     set_seed(cfg.seed)
     compilation.check_machine(cfg, accelerator.device, accelerator.num_processes)

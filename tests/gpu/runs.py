@@ -17,7 +17,7 @@ from latents.prepare.image_reader import to_jpeg
 from latents.shards import ShardInfo, pack_images, write_shard
 from runtime import compilation, machine
 from training import build
-from training.data import open_data
+from training.data import complete_config, open_training_latents
 from training.trainer import Trainer
 
 
@@ -48,7 +48,8 @@ def trainer_for(device, size, folder, *overrides):
     torch._dynamo.utils.counters.clear()
     cfg = config_for(size, folder, "train.num_steps=1000000000", *overrides)
     accelerator = machine.start_accelerator(cfg.machine.cpu_threads, tf32=cfg.machine.tf32, precision=cfg.train.precision)
-    cfg, dataset = open_data(cfg)
+    dataset = open_training_latents(cfg.data)
+    cfg = complete_config(cfg, dataset)
     set_seed(cfg.seed)
     net, alignment = cfg.model.build(cfg.data), build.build_alignment(cfg, dataset, accelerator)
     trainer = Trainer(accelerator, cfg, net, build.build_ema(cfg.train, net), dataset, alignment)
