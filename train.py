@@ -64,8 +64,7 @@ def main(cfg: TrainConfig) -> float | None:
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
     ema = build.build_ema(train, net)
-    sampling_parts = build.prepare_sampling(cfg, plan, ema, run, accelerator)
-    hooks = build.build_hooks(cfg, plan, sampling_parts, run, validation)
+    hooks = build.build_hooks(cfg, plan, ema, run, validation, accelerator)
     alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
 

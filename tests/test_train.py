@@ -714,7 +714,7 @@ def test_a_start_without_a_key_or_with_an_unusable_folder_of_wandb_is_refused_be
         train("run", "wandb.mode=online")
     assert not (tmp_path / "run").exists()
     run = train("run", "train.num_steps=1")
-    monkeypatch.setattr("training.build.prepare_sampling", lambda *args: pytest.fail("slow work began"))
+    monkeypatch.setattr("training.build.build_hooks", lambda *args: pytest.fail("slow work began"))
     (run / "wandb").touch()
     with pytest.raises(UserError, match="run/wandb is not a folder that can be written to"):
         train("run", "train.num_steps=2", "wandb.mode=offline")

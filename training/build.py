@@ -1,8 +1,6 @@
-"""Build the EMA, alignment, samplers and hooks for a configuration."""
+"""Build the EMA, alignment and hooks for a configuration."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +13,6 @@ from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from sampling.evaluator import Evaluator, build_detectors
 from sampling.recipe import compile_mode_for
-from sampling.sampler import ImageSampler
 from training import hooks, saving
 from training.ema import EMA
 from training.plan import TrainPlan
@@ -39,49 +36,40 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
     return alignment.build(cfg, dataset, accelerator)
 
 
-@dataclass(frozen=True)
-class SamplingParts:
-    """What samples from the EMA network during training, and what scores the samples."""
-
-    grid_image_sampler: ImageSampler | None  # None without sample grids
-    evaluation_image_samplers: list[ImageSampler]  # one for each recipe in `TrainPlan.evaluation_recipes`
-    evaluator: Evaluator | None  # None if `evaluation_image_samplers` is empty
-
-
-def prepare_sampling(
-    cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator
-) -> SamplingParts:
-    """Compile the EMA network, load what the run samples and scores with, and compute the features of the reference."""
-    device = accelerator.device
-    decoder = autoencoders.build(cfg.sampling.autoencoder, device, cfg.data.in_channels) if plan.recipes else None
-    mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, device))
-    compile_network(ema.net, mode)
-    grid = plan.grid_recipe and plan.grid_recipe.build_image_sampler(ema.net, decoder, device, mode)
-    evaluator = None
-    if plan.evaluation_recipes:
-        detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
-    evaluation_image_samplers = [recipe.build_image_sampler(ema.net, decoder, device, mode) for recipe in plan.evaluation_recipes]
-    return SamplingParts(grid, evaluation_image_samplers, evaluator)
-
-
 def build_hooks(
-    cfg: schema.TrainConfig, plan: TrainPlan, sampling_parts: SamplingParts, run: RunFolder, validation: LatentDataset | None
+    cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, validation: LatentDataset | None, accelerator: Accelerator
 ) -> list[Hook]:
-    """Build the trainer's hooks. Sample grids, evaluations and the validation loss use the EMA network."""
+    """Build the trainer's hooks, and compile the EMA network, from which they sample and of which they compute the loss."""
+    mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
+    compile_network(ema.net, mode)
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
     active: list[Hook] = [hooks.MetricsHook(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
     if cfg.train.ema_lengths:
         from extras import tracked_ema  # imported only for train.ema_lengths
 
         active.append(tracked_ema.SnapshotHook(run, cfg.train.ema_snapshot_every))
-    if sampling_parts.grid_image_sampler:
-        active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, sampling_parts.grid_image_sampler))
-    for recipe, image_sampler in zip(plan.evaluation_recipes, sampling_parts.evaluation_image_samplers):
-        hook = hooks.SampleEvaluationHook(
-            run.results, cfg.evaluation.every, sampling_parts.evaluator, recipe, image_sampler, plan.scoring
-        )
-        active.append(hook)
+    if plan.recipes:
+        active += build_sampling_hooks(cfg, plan, ema, run, accelerator, mode)
     if validation:
         active.append(ValidationLossHook(run.results, cfg.evaluation.every, validation))
+    return active
+
+
+def build_sampling_hooks(
+    cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, accelerator: Accelerator, compile_mode: str
+) -> list[Hook]:
+    """Build the hooks for grids and evaluations of samples. Load what decodes and scores them, and the reference's features."""
+    device = accelerator.device
+    decoder = autoencoders.build(cfg.sampling.autoencoder, device, cfg.data.in_channels)
+    active: list[Hook] = []
+    if plan.grid_recipe:
+        image_sampler = plan.grid_recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
+        active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, image_sampler))
+    if plan.evaluation_recipes:
+        detectors = build_detectors(cfg.evaluation, accelerator)
+        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
+        for recipe in plan.evaluation_recipes:
+            image_sampler = recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
+            every, scoring = cfg.evaluation.every, plan.scoring
+            active.append(hooks.SampleEvaluationHook(run.results, every, evaluator, recipe, image_sampler, scoring))
     return active
