@@ -157,15 +157,10 @@ class RunFolder:
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
         return identifier
 
-    def grids(self) -> dict[int, Path]:
-        """Return the grids of samples by step. Files with other names belong to the user."""
-        named = {file: file.stem.removeprefix("step_") for file in self.samples.glob("step_*.png")}
-        return {int(number): file for file, number in named.items() if number.isdecimal()}
-
     def last_step(self) -> int:
-        """Return the last step that has a result, or 0."""
-        steps = [line["step"] for line in read_metrics(self.metrics)] + [record.step or 0 for record in self.results.records]
-        return max([*steps, *self.grids(), *list_snapshots(self.path)], default=0)
+        """Return the last step that has metrics or an evaluation, or 0."""
+        recorded = [line["step"] for line in read_metrics(self.metrics)] + [record.step or 0 for record in self.results.records]
+        return max(recorded, default=0)
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.
@@ -191,9 +186,12 @@ class RunFolder:
         kept = [line for line in read_lines(self.metrics) if not is_after(line, step)]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.results.forget_after(step)
-        # `extras.posthoc_ema` must not mix snapshots with those of the steps that the run repeats.
-        for number, file in [*self.grids().items(), *list_snapshots(self.path).items()]:
-            if number > step:
+        for file in self.samples.glob("step_*.png"):
+            number = file.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:  # files with other names belong to the user
+                file.unlink()
+        for number, file in list_snapshots(self.path).items():
+            if number > step:  # `extras.posthoc_ema` must not mix them with those of the steps that the run repeats
                 file.unlink()
 
     def has_results(self) -> bool:

@@ -337,8 +337,9 @@ class TrainConfig(Settings):
     train: Train
     checkpoint: ChangesNothing[CheckpointSettings]
     sample_grid: ChangesNothing[SampleGrid]
-    # A record of an evaluation has its own settings of the four groups from here on.
-    sampler: ChangesNothing[Annotated[Sampler, _BUILT_LATER]]
+    sampler: ChangesNothing[
+        Annotated[Sampler, _BUILT_LATER]
+    ]  # a record of an evaluation has its own settings of these four groups
     sampling: ChangesNothing[Sampling]
     guidance: ChangesNothing[Guidances]
     evaluation: ChangesNothing[EvaluationSettings]
