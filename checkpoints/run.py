@@ -96,6 +96,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self.lock_path = self.path / ".lock"
+        self.saved_mark = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
         self._lock = None
 
     @cached_property
@@ -138,7 +139,7 @@ class RunFolder:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
-            is_known = path.name in (".lock", ".has_saved", ".hydra")  # ours, of earlier versions, and hydra.output_subdir
+            is_known = path.name in (".lock", ".has_saved", ".hydra")  # ours, and hydra.output_subdir
             if not (is_empty or is_known or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path
 
@@ -157,10 +158,11 @@ class RunFolder:
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
         return identifier
 
-    def last_step(self) -> int:
-        """Return the last step that has metrics or an evaluation, or 0."""
-        recorded = [line["step"] for line in read_metrics(self.metrics)] + [record.step or 0 for record in self.results.records]
-        return max(recorded, default=0)
+    def last_step_if_saved(self) -> int | None:
+        """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
+        if not self.saved_mark.exists():
+            return None
+        return max((line["step"] for line in read_metrics(self.metrics)), default=0)
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.

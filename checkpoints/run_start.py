@@ -45,7 +45,7 @@ class RunStart:
         class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
         changes: Changed settings with which resume=changed resumes.
         renames: At a first start, a description of the run whose results are in the folder. `begin_run` renames them. It is
-            None if there are no results, or only those of equal settings before the first checkpoint: they are made again.
+            None if there are no results, or only those of a start with equal settings that saved no checkpoint: they are remade.
     """
 
     kind: Literal["first", "resume", "complete"]
@@ -73,18 +73,16 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
         return RunStart("complete" if is_complete else "resume", newest, changes=changes)
     check_routes(cfg)
     initial = find_initial_checkpoint(run, cfg)
-    first_step = initial.step if initial and cfg.init_state == "all" else 0
-    return RunStart("first", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg, first_step))
+    return RunStart("first", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
 
 
-def owner_of_results(run: RunFolder, cfg: schema.TrainConfig, first_step: int) -> str | None:
+def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
     """Return whose results the folder of a run without checkpoints holds, or None if the run may write them again."""
     if not run.has_results():
         return None
-    first_checkpoint = min((first_step // cfg.checkpoint.every + 1) * cfg.checkpoint.every, cfg.train.num_steps)
     with contextlib.suppress(UserError):  # the file is not a configuration
         if run.config.exists() and not differences(read_config(run.path), cfg):
-            if (last := run.last_step()) < first_checkpoint:
+            if (last := run.last_step_if_saved()) is None:
                 return None
             return f"a run that reached step {last}, but none of its checkpoints; training starts over"
     return "a run with other settings"

@@ -369,6 +369,7 @@ def test_a_start_with_other_settings_keeps_what_a_killed_run_made_before_its_fir
     run = train("run", "train.num_steps=1")
     for folder in store.list_steps(run / "checkpoints").values():
         shutil.rmtree(folder)
+    (run / ".has_saved").unlink()
     (run / "metrics.jsonl").write_text("")
     (run / result).parent.mkdir(exist_ok=True)
     (run / result).write_text("kept")
@@ -395,24 +396,16 @@ def test_a_run_of_which_only_hidden_files_are_left_starts_anew(train):
     run = train("run", "train.num_steps=1")
     for path in run.glob("[!.]*"):  # as rm -rf run/*
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (run / ".has_saved").touch()  # of an earlier version
+    assert (run / ".has_saved").exists()
     train("run", "train.num_steps=1")
     assert [line["step"] for line in metrics(run)] == [1] and folder_of(run, 1).exists()
 
 
-@pytest.mark.parametrize(("first_step", "last_step", "are_kept"), [(0, 3, False), (0, 4, True), (2, 3, False), (4, 5, False)])
-def test_only_results_before_the_first_checkpoint_are_made_again(whole, train, first_step, last_step, are_kept):
-    keys = ["train.log_every=1", "checkpoint.every=4"]
-    if first_step:
-        keys += [f"init_from={folder_of(whole, first_step)}", "init_state=all"]
-    run = train("run", *keys)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    stopped = "".join(lines[: last_step - first_step])
-    (run / "metrics.jsonl").write_text(stopped)
-    shutil.rmtree(run / "checkpoints")
-    train("run", *keys)
-    assert [file.read_text() for file in run.glob("metrics_earlier_*.jsonl")] == [stopped] * are_kept
-    assert [line["step"] for line in metrics(run)] == [*range(first_step + 1, 7)]
+def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
+    run = train("run", "train.num_steps=2")
+    (run / ".has_saved").unlink()  # as if it was killed between the checkpoint and its mark
+    train("run", "train.num_steps=2")
+    assert (run / ".has_saved").exists()
 
 
 @pytest.mark.parametrize("left", [["checkpoints", "metrics.jsonl"], ["metrics.jsonl"]])
@@ -434,7 +427,7 @@ def test_the_results_of_a_short_run_whose_checkpoints_are_gone_are_kept(train):
         shutil.rmtree(folder)
     train("run", *keys, "train.num_steps=2")
     assert [file.read_text() for file in run.glob("metrics_earlier_*.jsonl")] == [before]
-    assert len(metrics(run)) == 2
+    assert (run / ".has_saved").exists() and len(metrics(run)) == 2
 
 
 def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -82,6 +83,8 @@ class CheckpointHook(Hook):
 
     def _save(self, step: int, tensors: store.CheckpointTensors, state: dict, config: dict) -> None:
         store.save(self.run.checkpoints, step, tensors, state, config, *self.keep)
+        with contextlib.suppress(OSError):  # the disk may be full now
+            self.run.saved_mark.touch()
 
     def raise_write_error(self, wait: bool = False) -> None:
         """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.

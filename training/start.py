@@ -31,6 +31,8 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     """
     if start.kind == "first":
         begin_first_step(run, start)
+    else:
+        run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     if start.kind == "complete":
         restore_config(run, start.checkpoint)
     else:
@@ -53,6 +55,7 @@ def begin_first_step(run: RunFolder, start: RunStart) -> None:
             raise UserError(f"another process has trained {run.path} meanwhile; run the same command again")
     if start.renames:
         run.rename_results(start.renames)
+    run.saved_mark.unlink(missing_ok=True)
 
 
 def restore_config(run: RunFolder, newest: Checkpoint) -> None:
