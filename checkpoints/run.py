@@ -96,7 +96,9 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self.lock_path = self.path / ".lock"
-        self.saved_mark = self.path / ".has_saved"  # exists if the present run has saved a checkpoint, even if that was removed
+        # Exists if the present run has saved a checkpoint, even if that was removed. The last step of the metrics does not tell:
+        # they are written before the save, which a kill may prevent.
+        self.saved_mark = self.path / ".has_saved"
         self._lock = None
 
     @cached_property

@@ -337,9 +337,8 @@ class TrainConfig(Settings):
     train: Train
     checkpoint: ChangesNothing[CheckpointSettings]
     sample_grid: ChangesNothing[SampleGrid]
-    sampler: ChangesNothing[
-        Annotated[Sampler, _BUILT_LATER]
-    ]  # a record of an evaluation has its own settings of these four groups
+    # A record of an evaluation has its own settings of the four groups from here on.
+    sampler: ChangesNothing[Annotated[Sampler, _BUILT_LATER]]
     sampling: ChangesNothing[Sampling]
     guidance: ChangesNothing[Guidances]
     evaluation: ChangesNothing[EvaluationSettings]
