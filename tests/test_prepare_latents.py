@@ -172,7 +172,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
         return ShardFolder(tmp_path, INFO, {}, lambda start, stop: "hash", num_items=4, shard_size=2, dtype="float32")
 
     first, opened = open_folder(), []
-    for shard in first.missing_shards():
+    for shard in first.missing:
         first.write(shard, {"labels": torch.tensor([0, 1]), "latents": torch.randn(2, 1, 4, 4)})
     before = contents(tmp_path)
     with pytest.raises(UserError, match="another process is writing to "):
@@ -188,7 +188,7 @@ def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at
     monkeypatch.setattr(Path, "unlink", open_another_at_once)
     first.finish()
     [second] = opened
-    assert second.missing_shards() == []
+    assert second.missing == []
     with pytest.raises(UserError, match="another process is writing to "):
         open_folder()
     second.finish()

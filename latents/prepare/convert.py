@@ -58,7 +58,7 @@ def convert(cfg: ConvertConfig) -> None:
     items_hash, num_items = source.hash(), len(source.labels)
     shard_size, dtype = cfg.shard_size, cfg.dtype
     folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", num_items, shard_size, dtype)
-    for shard in progress_bar(folder.missing_shards(), unit="shards"):
+    for shard in progress_bar(folder.missing, unit="shards"):
         tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
         if read_jpeg is not None:

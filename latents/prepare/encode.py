@@ -30,7 +30,6 @@ from latents.autoencoders import Autoencoder
 from latents.batches import map_ahead
 from latents.prepare.encode_plan import (
     EncodeConfig,
-    EncodePlan,
     check_settings,
     fingerprint_inputs,
     image_reader,
@@ -40,6 +39,7 @@ from latents.prepare.encode_plan import (
 )
 from latents.prepare.image_reader import hash_images, to_jpeg
 from latents.prepare.labelled_images import LabelledImages
+from latents.prepare.write import ShardFolder
 from latents.shards import LATENT_TENSORS, draw_latents, pack_images
 from runtime.machine import cores_per_process, start_accelerator
 from runtime.processes import check_new_file, check_same_files, gather_lists, on_main
@@ -66,14 +66,14 @@ def encode(cfg: EncodeConfig) -> None:
     if cfg.part != "all" or cfg.duplicates == "skip":
         images = select_images(images, cfg, accelerator)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    plan = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
-    check_new_file("output", plan.folder.lock_path)
-    unreadable = plan.unreadable + gather_lists(encode_images(plan, images, vae, cfg, accelerator))
+    folder, still_unreadable = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
+    check_new_file("output", folder.lock_path)
+    unreadable = still_unreadable + gather_lists(encode_images(folder, images, vae, cfg, accelerator))
     # The error comes after every process has made its shards, because it ends all processes.
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "unread": images.unsupported}
-    on_main(partial(plan.folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
+    on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
 
 
 def select_images(images: LabelledImages, cfg: EncodeConfig, accelerator: Accelerator) -> LabelledImages:
@@ -157,7 +157,7 @@ class _ShardContent:
 
 
 def encode_images(
-    plan: EncodePlan, images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
+    folder: ShardFolder, images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
 ) -> list[dict]:
     """Encode this process's share of the missing shards and write them. Return the unreadable images.
 
@@ -167,7 +167,7 @@ def encode_images(
     shards leave such images out, and the function returns [].
     """
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    shards = plan.missing[rank::num_processes]
+    shards = folder.missing[rank::num_processes]
     batch_size = cfg.batch_size
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
@@ -185,7 +185,7 @@ def encode_images(
             tensors = content.tensors()
             if previous is not None:
                 previous.result()  # at most one shard is queued
-            previous = pool.submit(plan.folder.write, shard, tensors, content.unreadable, content.notes())
+            previous = pool.submit(folder.write, shard, tensors, content.unreadable, content.notes())
         if previous is not None:
             previous.result()  # raises the error of the last write
     return unreadable

@@ -19,7 +19,7 @@ from latents.autoencoders import SD_VAE, Autoencoder
 from latents.batches import map_ahead
 from latents.prepare.image_reader import ImageReader
 from latents.prepare.labelled_images import LabelledImages, count_classes, describe_classes, open_labelled_images
-from latents.prepare.write import SHARD_SIZE, Dtype, PlannedShard, ShardFolder
+from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
 from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics
 from runtime.processes import FileFingerprint
@@ -121,42 +121,29 @@ def fingerprint_inputs(images: LabelledImages, weights_hash: str, cfg: EncodeCon
     return [FileFingerprint("images", Path(cfg.images), images.hash(0, 1)), weights]
 
 
-@dataclass(frozen=True)
-class EncodePlan:
-    """Which shards a command makes. The main process decides it for all processes.
-
-    Attributes:
-        folder: The folder of the shards.
-        missing: The shards to make.
-        unreadable: {"name", "problem"} for each image that finished shards have left out. Empty unless on_error=stop.
-    """
-
-    folder: ShardFolder
-    missing: list[PlannedShard]
-    unreadable: list[dict]
-
-
-def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> EncodePlan:
+def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> tuple[ShardFolder, list[dict]]:
     """Lock the output folder, rename shards that are out of date, and find the missing shards.
 
-    A shard is missing, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have left
-    out images that are still unreadable.
+    A shard is out of date, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
+    left out images that are still unreadable.
+
+    Return the folder, and {"name", "problem"} for each of these unreadable images. With on_error=skip, there are none.
     """
     folder = open_folder(images, vae, weights_hash, cfg)
     read_image = image_reader(cfg)
-    readable: dict[PlannedShard, str] = {}  # an image of each shard that was left out and can be read now
+    outdated: dict[Path, str] = {}
     unreadable: list[dict] = []
     for shard, names in folder.left_out.items():
         errors = {i: read_image.error_of(images, i) for i in range(shard.start, shard.stop) if images.names[i] in names}
         if now := [images.names[i] for i, error in errors.items() if error is None]:
-            readable[shard] = now[0]
+            outdated[shard.file] = f"left out {now[0]}, which can be read now"
         if cfg.on_error == "stop":
             unreadable += [{"name": images.names[i], "problem": error} for i, error in errors.items() if error is not None]
     if not unreadable:  # a command that ends with an error makes no shard again
-        folder.rename_incomplete(readable)
-    missing, num_classes = folder.missing_shards(), folder.info.num_classes
-    log.info("%d images in %d classes; %d of %d shards to make", len(images), num_classes, len(missing), len(folder.shards))
-    return EncodePlan(folder, missing, unreadable)
+        folder.rename_outdated(outdated)
+    num_missing, num_classes = len(folder.missing), folder.info.num_classes
+    log.info("%d images in %d classes; %d of %d shards to make", len(images), num_classes, num_missing, len(folder.shards))
+    return folder, unreadable
 
 
 def open_folder(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:

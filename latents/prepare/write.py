@@ -71,7 +71,8 @@ class ShardFolder:
 
     Attributes:
         shards: All planned shards.
-        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_incomplete`.
+        missing: The shards that must still be made.
+        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_outdated`.
 
     Raises:
         UserError: If the folder contains a different data set, or a shard that another program wrote.
@@ -96,11 +97,9 @@ class ShardFolder:
             file = self.output / f"latents_{number:05d}.safetensors"
             self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
         self._planned = {(shard.file, shard.items_hash): shard for shard in self.shards}
-        self._check(self._read_provenance())  # before the lock, which writes a file
+        provenance = self._read_provenance()
         read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
-        self._lock = lock_file(self.lock_path, "writing to", "output")
-        provenance = self._read_provenance()  # again, because another process may have written shards meanwhile
-        self._check(provenance)
+        self._lock = lock_file(self.lock_path, "writing to", "output")  # after the checks, because it writes a file
         self.left_out: dict[PlannedShard, set[str]] = {}
         reasons = {}
         for file, record in provenance.items():
@@ -110,7 +109,7 @@ class ShardFolder:
                 reasons[file] = "changed after it was written"
             elif record["left_out"]:
                 self.left_out[shard] = {entry["name"] for entry in record["left_out"]}
-        self._rename_outdated(reasons)
+        self.rename_outdated(reasons)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_lock": None}  # the copy of another process
@@ -146,33 +145,27 @@ class ShardFolder:
         } | ({"notes": dict(notes)} if notes else {})
         write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, **stored))
 
-    def missing_shards(self) -> list[PlannedShard]:
-        return [shard for shard in self.shards if not shard.file.exists()]
-
-    def rename_incomplete(self, readable: Mapping[PlannedShard, str]) -> None:
-        """Rename shards that have left out an item that can be read now, whose name `readable` gives."""
-        self._rename_outdated({shard.file: f"left out {name}, which can be read now" for shard, name in readable.items()})
-
-    def _rename_outdated(self, reasons: Mapping[Path, str]) -> None:
-        """Rename the shards in `reasons`, and remove the manifest if shards are missing."""
+    def rename_outdated(self, reasons: Mapping[Path, str]) -> None:
+        """Rename the shards in `reasons`, update `missing`, and remove the manifest if shards are missing."""
         for file, reason in reasons.items():
             backup = file.with_name(f".changed_{file.name}")
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
             os.replace(file, backup)
-        if self.missing_shards():
+        self.missing = [shard for shard in self.shards if not shard.file.exists()]
+        if self.missing:
             (self.output / MANIFEST).unlink(missing_ok=True)
 
     def _read_provenance(self) -> dict[Path, dict]:
-        """Return the provenance of each shard in the folder. Raises UserError for a shard of another program."""
+        """Return the provenance of each shard in the folder.
+
+        Raises UserError if another program wrote a shard, if shards have different settings, if all have different items, or if
+        there are only other files.
+        """
         provenance = {}
         for file in shard_files(self.output):
             provenance[file] = read_header(file)[0].get("provenance")
             if provenance[file] is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
                 raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
-        return provenance
-
-    def _check(self, provenance: Mapping[Path, dict]) -> None:
-        """Raise UserError if shards have different settings, if all have different items, or if there are only other files."""
         if not provenance and self.output.is_dir():
             others = sorted(f.name for f in self.output.iterdir() if not is_hidden(f.name) and f.name != MANIFEST)
             if others:
@@ -185,6 +178,7 @@ class ShardFolder:
         if changed:
             differences = "; ".join(dict.fromkeys(changed))
             raise UserError(f"output={self.output} already holds another data set ({differences}); choose another folder")
+        return provenance
 
     def _changed_settings(self, record: dict) -> Iterator[str]:
         settings = self.settings
@@ -214,7 +208,7 @@ class ShardFolder:
         Raises:
             UserError: If no item is readable, a channel to scale is constant, or the folder contains another program's shards.
         """
-        self._check(self._read_provenance())
+        self._read_provenance()
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
         left_out = [entry for record in provenance for entry in record["left_out"]]
         names = {entry["name"] for entry in left_out}
