@@ -121,41 +121,6 @@ def _read_batch(images: LabelledImages, cfg: EncodeConfig, indices: Sequence[int
     return _Batch(items, readable.pin_memory() if pin_memory else readable, unreadable)
 
 
-class _ShardContent:
-    """What a shard will contain, collected from batch to batch.
-
-    Args:
-        no_latents: Empty latents, so that a shard can be written even if all its images are unreadable.
-        keep_images: Whether to store the images as JPEG files.
-
-    Attributes:
-        unreadable: {"name", "problem"} for each unreadable image.
-    """
-
-    def __init__(self, no_latents: dict[str, Tensor], keep_images: bool):
-        self.unreadable: list[dict] = []
-        self._items: list[_ReadableImage] = []
-        self._latents = [no_latents]  # one entry per batch, after this one
-        self._keep_images = keep_images
-
-    def add(self, items: list[_ReadableImage], latents: dict[str, Tensor]) -> None:
-        """Add a batch of images with their latents [b, C or 2C, h, w], which the device may still be computing."""
-        self._latents[-1] = {name: tensor.cpu() for name, tensor in self._latents[-1].items()}  # runs while the device encodes
-        self._latents.append(latents)
-        self._items += items
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors for `ShardFolder.write`, on the CPU."""
-        tensors = {"labels": torch.tensor([item.label for item in self._items], dtype=torch.int64)}
-        tensors |= {name: torch.cat([part[name].cpu() for part in self._latents]) for name in self._latents[0]}
-        tensors["image_hashes"] = torch.tensor([item.image_hash for item in self._items], dtype=torch.int64)
-        return tensors | (pack_images([item.jpeg for item in self._items]) if self._keep_images else {})
-
-    def notes(self) -> Counter[str]:
-        """Return the number of images for each note of `ReadImage`."""
-        return Counter(note for item in self._items for note in item.notes)
-
-
 def encode_images(
     folder: ShardFolder, images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
 ) -> list[dict]:
@@ -178,14 +143,13 @@ def encode_images(
         previous: Future[None] | None = None  # the write of the previous shard
         for shard in shards:
             num_batches = len(range(shard.start, shard.stop, batch_size))
-            content = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
-            if content.unreadable and cfg.on_error == "stop":
-                unreadable += content.unreadable
+            tensors, left_out, notes = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
+            if left_out and cfg.on_error == "stop":
+                unreadable += left_out
                 continue
-            tensors = content.tensors()
             if previous is not None:
                 previous.result()  # at most one shard is queued
-            previous = pool.submit(folder.write, shard, tensors, content.unreadable, content.notes())
+            previous = pool.submit(folder.write, shard, tensors, left_out, notes)
         if previous is not None:
             previous.result()  # raises the error of the last write
     return unreadable
@@ -193,19 +157,31 @@ def encode_images(
 
 def _encode_shard(
     batches: Iterable[_Batch], vae: Autoencoder, cfg: EncodeConfig, device: torch.device, bar: tqdm
-) -> _ShardContent:
-    """Encode the batches of a shard. With on_error=stop, add nothing after the first unreadable image."""
-    content = _ShardContent(_no_latents(vae, cfg), cfg.keep_images == "jpeg")
+) -> tuple[dict[str, Tensor], list[dict], Counter[str]]:
+    """Encode the batches of a shard. Return the tensors, unreadable images and notes for `ShardFolder.write`.
+
+    With on_error=stop, encode nothing after the first unreadable image.
+    """
+    items: list[_ReadableImage] = []
+    latents = [_no_latents(vae, cfg)]  # followed by those of each batch
+    left_out: list[dict] = []
     for batch in batches:
-        content.unreadable += batch.unreadable
-        if batch.items and not (content.unreadable and cfg.on_error == "stop"):
-            content.add(batch.items, _encode(batch, vae, cfg, device))
+        left_out += batch.unreadable
+        if batch.items and not (left_out and cfg.on_error == "stop"):
+            latents.append(_encode(batch, vae, cfg, device))
+            latents[-2] = {name: tensor.cpu() for name, tensor in latents[-2].items()}  # while the device encodes this batch
+            items += batch.items
         bar.update(len(batch.items) + len(batch.unreadable))
-    return content
+    tensors = {"labels": torch.tensor([item.label for item in items], dtype=torch.int64)}
+    tensors |= {name: torch.cat([part[name].cpu() for part in latents]) for name in latents[0]}
+    tensors["image_hashes"] = torch.tensor([item.image_hash for item in items], dtype=torch.int64)
+    if cfg.keep_images == "jpeg":
+        tensors |= pack_images([item.jpeg for item in items])
+    return tensors, left_out, Counter(note for item in items for note in item.notes)
 
 
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
-    """Return empty latents [0, C or 2C, h, w]."""
+    """Return empty latents [0, C or 2C, h, w], with which a shard can be written even if all its images are unreadable."""
     channels = (1 if cfg.grey else vae.channels) * (1 + (cfg.kind == "moments"))
     size = cfg.resolution // vae.downsampling
     return {name: torch.empty(0, channels, size, size) for name in LATENT_TENSORS[: 1 + cfg.flips]}
