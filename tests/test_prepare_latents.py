@@ -589,9 +589,9 @@ def test_images_are_read_from_tars(tmp_path, vae):
     assert found.labels.tolist() == [0, 1, 2, 1, 2, 0]
     with tarfile.open(folder / "1.tar") as tar:
         expected = np.asarray(Image.open(tar.extractfile("1000001.png")))
-    assert np.array_equal(np.asarray(read_rgb(found.open(4))[0]), expected)
+    assert np.array_equal(np.asarray(read_rgb(io.BytesIO(found.read(4)))[0]), expected)
     found = found.select([4])
-    assert np.array_equal(np.asarray(read_rgb(found.open(0))[0]), expected)
+    assert np.array_equal(np.asarray(read_rgb(io.BytesIO(found.read(0)))[0]), expected)
     assert LatentDataset(encode(folder, tmp_path / "out", vae)).labels.tolist() == [0, 1, 2, 1, 2, 0]
     # As in folders of images, links are followed and hidden folders are not, such as that of a download from the hub.
     (tmp_path / "linked" / ".cache").mkdir(parents=True)
@@ -612,7 +612,9 @@ def test_images_are_read_from_tars(tmp_path, vae):
     with pytest.raises(UserError, match="2.tar: the key 0 lacks its .cls"):
         open_labelled_images(folder)
     unlabelled = open_labelled_images(folder, "none")
-    assert unlabelled.labels.tolist() == [0] * 8 and np.array_equal(np.asarray(read_rgb(unlabelled.open(7))[0]), expected)
+    assert unlabelled.labels.tolist() == [0] * 8 and np.array_equal(
+        np.asarray(read_rgb(io.BytesIO(unlabelled.read(7)))[0]), expected
+    )
     write_tar(folder / "2.tar", [("0.png", expected.tobytes()), ("0.cls", b"-1")])
     with pytest.raises(UserError, match="labels run from -1 to 2; they must be from 0 to 999,999"):
         encode(folder, tmp_path / "negative", vae)

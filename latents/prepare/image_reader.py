@@ -83,7 +83,7 @@ class ImageReader:
             return None
 
     def _decode(self, images: LabelledImages, index: int) -> tuple[Image.Image, list[str]]:
-        return read_rgb(images.open(index), self.background, value_range=self.value_range)
+        return read_rgb(io.BytesIO(images.read(index)), self.background, value_range=self.value_range)
 
 
 def hash_images(images: LabelledImages, reader: ImageReader, indices: Sequence[int], num_threads: int) -> list[int | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import hashlib
-import io
 import logging
 import os
 import re
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from common.errors import UserError
 from common.files import regular_file
 from common.images import (
+    NOT_A_FILE,
     SUFFIXES,
     Listing,
     class_caption,
@@ -127,9 +128,12 @@ class LabelledImages:
         log.info("%s: %d of %d images are used (part=%s, duplicates=%s)", self.path, len(kept), len(self), part, duplicates)
         return self.select(kept)
 
-    def open(self, index: int) -> Path | BinaryIO:
-        """Return the path or an open file of an image, both of which `read_rgb` accepts."""
-        return self.path / self.names[index]
+    def read(self, index: int) -> bytes:
+        """Return the content of an image's file. Raises OSError if it cannot be read."""
+        file = self.path / self.names[index]
+        if not file.is_file():  # reading a pipe could block forever
+            raise OSError(errno.EINVAL, NOT_A_FILE)
+        return file.read_bytes()
 
     def size(self, index: int) -> int:
         """Return the file size of an image in bytes."""
@@ -146,11 +150,7 @@ class LabelledImages:
             with contextlib.suppress(OSError):  # `encode` later reports unreadable files
                 digest.update(f"{self.names[index]}\0{self.size(index)}\0".encode(errors="surrogateescape"))
                 if index in spread:
-                    image = self.open(index)
-                    if not isinstance(image, Path):
-                        digest.update(image.read())
-                    elif image.is_file():  # reading a pipe could block forever
-                        digest.update(image.read_bytes())
+                    digest.update(self.read(index))
         return digest.hexdigest()
 
 
@@ -177,8 +177,8 @@ class TarImages(LabelledImages):
     def size(self, index: int) -> int:
         return self.items[index].size
 
-    def open(self, index: int) -> BinaryIO:
-        return io.BytesIO(self.items[index].read())
+    def read(self, index: int) -> bytes:
+        return self.items[index].read()
 
 
 def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledImages:
@@ -203,7 +203,12 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
     listed = list_images(path) if path.is_dir() else Listing([], [], Counter(), {})
     if listed.images and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({listed.images[0]}, ...); put them into separate folders")
-    images = _label(path, listed.images, label_by, listed.problems) if listed.images else _open_tars(path, label_by)
+    if listed.images:
+        images = _label(path, listed.images, label_by, listed.problems)
+    else:
+        if label_by == "auto":
+            check_single_split(path, "or set labels=first_level to use all")
+        images = TarImages(path, label_by != "none")
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     _log_left_out(path, listed)
@@ -219,12 +224,6 @@ def _label(path: Path, names: list[str], label_by: str, problems: dict[str, str]
     if label_by != "none" and has_json:
         return _label_by_json(path, names)
     return LabelledImages(path, names, [0] * len(names))
-
-
-def _open_tars(path: Path, label_by: str) -> LabelledImages:
-    if label_by == "auto":
-        check_single_split(path, "or set labels=first_level to use all")
-    return TarImages(path, label_by != "none")
 
 
 def _log_left_out(path: Path, listed: Listing) -> None:
