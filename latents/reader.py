@@ -36,9 +36,9 @@ class FileReader:
         path = self.files[file_idx]
         try:
             file = self._open(path)
-            num_read = count = os.preadv(file.fileno(), (part,), offset)
-            while num_read < len(part) and count:  # some file systems return fewer bytes than requested
-                num_read += (count := os.preadv(file.fileno(), (part[num_read:],), offset + num_read))
+            num_read = 0  # some file systems return fewer bytes than requested
+            while num_read < len(part) and (count := os.preadv(file.fileno(), (part[num_read:],), offset + num_read)):
+                num_read += count
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}") from e
         if num_read < len(part):
