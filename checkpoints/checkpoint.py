@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.files import is_leftover, pop_format, read_yaml
 from configs import schema
 from configs.settings import read_stored
-from latents.shards import hash_of_shards, read_manifest, read_manifest_at
+from latents.shards import hash_of_shards, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
     path = checkpoint.config.data.path
     trained_on = checkpoint.state.get("data")  # hash of the latents
     with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
-        manifest = read_manifest_at(path)
+        manifest = read_manifest(path)
         if manifest and trained_on not in (None, hash_of_shards(manifest["shards"])):
             log.warning("data.path=%s holds other latents than this run's, so its class names are not used", path)
             return None
@@ -193,7 +193,7 @@ def warn_of_renamed(root: Path, newest: Checkpoint | None) -> None:
 def holds_latents(folder: Path) -> bool:
     """Return whether the folder's manifest, whose file has the same name as that of a checkpoint, lists shards."""
     with contextlib.suppress(UserError):
-        return read_manifest(folder) is not None
+        return bool(read_manifest(folder))
     return False
 
 

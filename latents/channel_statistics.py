@@ -41,7 +41,7 @@ def to_network_scale(mean: np.ndarray, std: np.ndarray, info: ShardInfo) -> tupl
 def estimate_std(dataset: LatentDataset) -> float:
     """Estimate the standard deviation of the network input over all channels from 256 evenly spaced items of the data set."""
     items = evenly_spaced_items(len(dataset), 256)
-    sums = channel_sums(dataset.fetch(items, np.zeros(len(items), dtype=bool))[0], dataset.info.kind)
+    sums = channel_sums(dataset.fetch(items)[0], dataset.info.kind)
     return overall_std(*to_network_scale(*mean_and_std(sums), dataset.info))
 
 

@@ -67,6 +67,7 @@ class LatentDataset:
         has_flips: Whether the shards contain latents of the mirrored images.
         has_jpegs: Whether the shards contain the images as JPEG files.
         has_images: Whether `fetch_with_images` works, because the shards contain JPEG files or the latents are pixels.
+        manifest: Content of the folder's manifest.json, or {} if this file is missing.
         class_names: Class names from the manifest, or None if the class names are unknown.
         encode_settings: Settings of the `encode` or `convert` that made the shards. The dictionary is empty without a manifest.
         image_hashes: Hash of the image of each latent [N], int64, or None if not all shards contain hashes.
@@ -85,11 +86,11 @@ class LatentDataset:
         if not self.path.exists():
             raise UserError(f"{self.path} does not exist")
         self.files = [self.path] if self.path.is_file() else shard_files(self.path)
-        manifest = read_manifest(self.path)
-        if check_folder and manifest is None and (self.path / UNFINISHED).exists():
-            raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
+        self.manifest = read_manifest(self.path)
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")
+        if check_folder:
+            self._check_folder()
         self.info, shards, offsets = _open_shards(self.files)
         self.labels: np.ndarray = np.concatenate([shard["labels"].numpy() for shard in shards])
         hashes = [shard["image_hashes"].numpy() for shard in shards if "image_hashes" in shard]
@@ -99,11 +100,9 @@ class LatentDataset:
         self.has_flips = "latents_flip" in shards[0]
         self.has_jpegs = "images" in shards[0]
         self.has_images = self.has_jpegs or self.info.autoencoder == "identity"
-        self.class_names: list[str] | None = manifest and manifest.get("class_names")
-        self.encode_settings: dict = manifest["settings"] if manifest else {}
+        self.class_names: list[str] | None = self.manifest.get("class_names")
+        self.encode_settings: dict = self.manifest.get("settings", {})
         self._index_items(shards, offsets)
-        if check_folder:
-            self._check_manifest(manifest)
 
     def _index_items(self, shards: Sequence[dict[str, Tensor]], offsets: Sequence[dict[str, int]]) -> None:
         """Remember where the items are in the files. `offsets` are those of the tensors in each file."""
@@ -117,28 +116,34 @@ class LatentDataset:
         if self.has_jpegs:  # file offsets of all images, followed by the end of the last image, [M + 1] per shard
             self._images = [shard["image_offsets"].numpy() + starts["images"] for shard, starts in zip(shards, offsets)]
 
-    def _check_manifest(self, manifest: dict | None) -> None:
+    def _check_folder(self) -> None:
         """Raise UserError if the shards are not those of the manifest. Log a warning if a folder has lost its manifest."""
-        if manifest and manifest["shards"] != self.hashes:
-            raise UserError(f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference")
-        if manifest is None and self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
+        if self.manifest:
+            if self.manifest["shards"] != self.hashes:
+                raise UserError(
+                    f"{self.path}: the shards are not those that {MANIFEST} lists; run inspect to find the difference"
+                )
+        elif (self.path / UNFINISHED).exists():
+            raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
+        elif self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
             log.warning("%s has no %s: if it is a copy, copy it completely, or shards may be missing", self.path, MANIFEST)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def fetch(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch(self, indices: np.ndarray, flips: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Read stored latents [b, C or 2C, H, W] and int64 labels [b].
 
         Args:
             indices: Item indices [b].
-            flips: Whether to read each item from `latents_flip`, bool [b].
+            flips: Whether to read each item from `latents_flip`, bool [b]. By default, no item is mirrored.
 
         Raises:
             ValueError: If the lengths differ, or if `flips` requests mirrored latents that the shards do not contain.
             IndexError: If an index is negative or too large.
             UserError: If a shard is truncated or unreadable.
         """
+        flips = np.zeros(len(indices), dtype=bool) if flips is None else flips
         if len(indices) != len(flips) or (not self.has_flips and flips.any()):
             mirrored = "mirrored latents" if self.has_flips else "no mirrored latents"
             raise ValueError(f"got {len(indices)} indices and {len(flips)} flips; these shards hold {mirrored}")
@@ -152,11 +157,12 @@ class LatentDataset:
             self._reader.read_into(part, shard_idx, offset)
         return torch.from_numpy(values), torch.from_numpy(self.labels[indices])
 
-    def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    def fetch_with_images(self, indices: np.ndarray, flips: np.ndarray | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Read latents and labels like `fetch`, and also the images, uint8 [b, R, R, 3]. `has_images` must be True.
 
         Mirror the images where `flips` is True. Raises UserError if an image is not a JPEG file of R x R pixels.
         """
+        flips = np.zeros(len(indices), dtype=bool) if flips is None else flips
         latents, labels = self.fetch(indices, flips)
         if self.info.autoencoder == "identity":
             return latents, labels, to_uint8(mean_and_log_variance(latents.float(), self.info.kind)[0])

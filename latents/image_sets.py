@@ -36,7 +36,7 @@ class PixelShards:
         items = np.arange(len(self)) if items is None else np.asarray(items)
         for i in range(0, len(items), batch_size):
             part = items[i : i + batch_size]
-            yield self._dataset.fetch_with_images(part, np.zeros(len(part), dtype=bool))[2].numpy()
+            yield self._dataset.fetch_with_images(part)[2].numpy()
 
     def portable_hash(self) -> str:
         return self._dataset.hash

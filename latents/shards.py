@@ -218,11 +218,10 @@ class _Manifest(_AllowsExtra):
     notes: dict[str, int] = {}
 
 
-def read_manifest(folder: Path) -> dict | None:
-    """Read a folder's manifest, or return None if the file is missing."""
-    file = folder / MANIFEST
-    if not os.path.lexists(file):
-        return None
+def read_manifest(folder: Path | str | None) -> dict:
+    """Read the manifest of a folder of shards. Return {} if `folder` is None or a single shard, or if the file is missing."""
+    if folder is None or not os.path.lexists(file := Path(folder) / MANIFEST):
+        return {}
     manifest = read_json(regular_file(file))
     manifest = manifest if isinstance(manifest, dict) else {}
     pop_format(manifest, file)
@@ -234,11 +233,6 @@ def read_manifest(folder: Path) -> dict | None:
         remedy = "make the folder again, or remove this file"
         raise UserError(f"{file} is not a manifest of latent shards ({problem}); {remedy}") from e
     return manifest
-
-
-def read_manifest_at(path: str | None) -> dict:
-    """Return the manifest of the latents at `path`, or {} if the folder or the file is missing."""
-    return (read_manifest(Path(path)) if path and Path(path).is_dir() else None) or {}
 
 
 def hash_of_shards(hashes: Mapping[str, str]) -> str:

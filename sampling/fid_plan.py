@@ -29,7 +29,7 @@ from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
 from evaluations.suite import metrics_for
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
-from latents.shards import read_manifest_at
+from latents.shards import read_manifest
 from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
@@ -275,7 +275,7 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, obj
     settings = []
     for checkpoint in checkpoints:
         with contextlib.suppress(UserError):  # a damaged manifest does not stop an evaluation
-            settings.append(read_manifest_at(checkpoint.config.data.path).get("settings", {}))
+            settings.append(read_manifest(checkpoint.config.data.path).get("settings", {}))
     return settings
 
 

@@ -75,7 +75,7 @@ class ValidationLossHook(EvaluationHook):
         for start in until_stopped(bar, trainer.stop.poll_now):
             batch = start + accelerator.process_index * size + np.arange(size)
             items, is_counted = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
-            stored, labels = (x.to(device) for x in data.fetch(items, np.zeros(size, dtype=bool)))
+            stored, labels = (x.to(device) for x in data.fetch(items))
             x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
             random = StratifiedRandom(items, device, "validation")
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.sampling.precision == "bf16"):

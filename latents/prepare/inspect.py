@@ -27,7 +27,7 @@ from latents.dataset import LatentDataset, evenly_spaced_items
 from latents.prepare.image_reader import ImageReader, ReadImage, hash_images
 from latents.prepare.labelled_images import open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
-from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance, read_manifest
+from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance
 from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def draw_grid(
         columns.append([originals.read(item).pixels for item in items])
     elif dataset.has_jpegs:
         with contextlib.suppress(UserError):  # find_problems already reports unreadable images
-            columns.append(_fetch_images(dataset, items))
+            columns.append(dataset.fetch_with_images(items)[2].numpy())
     images = [image for row in zip(*columns) for image in row]
     captions = [class_caption(label, dataset.class_names) for label in dataset.labels[items].tolist() for _ in columns]
     try:
@@ -119,7 +119,7 @@ class OriginalImages:
         if part != "all" or duplicates == "skip":
             hashes = hash_images(images, self._reader, range(len(images)), torch.get_num_threads())
             images = images.select_part(hashes, part, duplicates)
-        left_out = {entry["name"] for entry in (read_manifest(dataset.path) or {}).get("left_out", [])}
+        left_out = {entry["name"] for entry in dataset.manifest.get("left_out", [])}
         self._images = images.select([i for i, name in enumerate(images.names) if name not in left_out])
         self.names = self._images.names
         if len(self.names) != len(dataset):
@@ -177,8 +177,8 @@ def _check_checksums(dataset: LatentDataset) -> Iterator[str]:
 
 
 def _check_manifest(dataset: LatentDataset) -> Iterator[str]:
-    manifest = read_manifest(dataset.path)
-    if manifest is None:
+    manifest = dataset.manifest
+    if not manifest:
         log.info("there is no %s, so it is unknown whether latents are missing", MANIFEST)
         if (dataset.path / UNFINISHED).exists():
             yield "the folder is not finished: run the same prepare_latents.py command again to complete it"
@@ -195,7 +195,7 @@ def _check_manifest(dataset: LatentDataset) -> Iterator[str]:
 def _check_jpegs(dataset: LatentDataset) -> Iterator[str]:
     if dataset.has_jpegs:
         try:
-            _fetch_images(dataset, evenly_spaced_items(len(dataset), 256))
+            dataset.fetch_with_images(evenly_spaced_items(len(dataset), 256))
         except UserError as e:
             yield str(e)
 
@@ -404,10 +404,5 @@ def _fetch(dataset: LatentDataset, indices: np.ndarray) -> list[Tensor]:
 
 def _fetch_means(dataset: LatentDataset, indices: np.ndarray) -> Tensor:
     """Fetch latents, float32 [n, C, h, w]. For `moments`, return the means. Replace NaN and infinity with 0."""
-    stored, _ = dataset.fetch(indices, np.zeros(len(indices), dtype=bool))
+    stored, _ = dataset.fetch(indices)
     return mean_and_log_variance(stored.float(), dataset.info.kind)[0].nan_to_num(0, 0, 0)
-
-
-def _fetch_images(dataset: LatentDataset, indices: np.ndarray) -> np.ndarray:
-    """Fetch the stored images, uint8 [n, R, R, 3]."""
-    return dataset.fetch_with_images(indices, np.zeros(len(indices), dtype=bool))[2].numpy()
