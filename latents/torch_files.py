@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -38,10 +38,9 @@ def read_channel_statistics(file: Path, num_channels: int) -> tuple[list[float],
         raise UserError(f"{file} does not hold the tensors mean and std") from e
     if not len(mean) == len(std) == num_channels:
         raise UserError(f"{file} has {len(mean)} channels, and the latents have {num_channels}")
-    is_valid_mean = np.isfinite(mean)
-    is_valid_std = np.isfinite(std) & np.greater(std, 0)
-    for name, values, are_valid in (("mean", mean, is_valid_mean), ("std", std, is_valid_std)):
-        if not are_valid.all():
-            channel = int(np.argmin(are_valid))
-            raise UserError(f"{file}: {name} of channel {channel} is {values[channel]:g}; need finite numbers, and std above 0")
+    for channel, (m, s) in enumerate(zip(mean, std)):
+        if not math.isfinite(m) or not 0 < s < math.inf:
+            raise UserError(
+                f"{file}: mean and std of channel {channel} are {m:g} and {s:g}; need finite numbers, and std above 0"
+            )
     return mean, std

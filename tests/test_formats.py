@@ -211,8 +211,14 @@ def test_bad_lightningdit_files_are_refused_by_name(tmp_path, tensors, message):
     [
         ({"mean": torch.zeros(1, 3, 1, 1), "std": torch.ones(1, 3, 1, 1)}, "has 3 channels, and the latents have 4"),
         ({"mean": torch.zeros(1, 4, 1, 1)}, "does not hold the tensors mean and std"),
-        ({"mean": torch.zeros(1, 4), "std": torch.tensor([[1, 0.5, 0, 1]])}, ": std of channel 2 is 0; need .* and std above 0"),
-        ({"mean": torch.tensor([[1, torch.nan, 0, 1]]), "std": torch.ones(1, 4)}, ": mean of channel 1 is nan; need finite"),
+        (
+            {"mean": torch.zeros(1, 4), "std": torch.tensor([[1, 0.5, 0, 1]])},
+            ": mean and std of channel 2 are 0 and 0; need .* and std above 0",
+        ),
+        (
+            {"mean": torch.tensor([[1, torch.nan, 0, 1]]), "std": torch.ones(1, 4)},
+            ": mean and std of channel 1 are nan and 1; need finite",
+        ),
         ({"mean": open}, "cannot be read: it is damaged, or holds objects other"),
     ],
 )
