@@ -132,10 +132,10 @@ class OriginalImages:
 
 def find_problems(
     dataset: LatentDataset,
-    sigma_data: float = 0.5,
-    originals: OriginalImages | None = None,
-    decoder: Autoencoder | None = None,
-    device: torch.device | None = None,
+    sigma_data: float,
+    originals: OriginalImages | None,
+    decoder: Autoencoder | None,
+    device: torch.device,
 ) -> list[str]:
     """Read all latents, log their properties, and return a list of problems.
 
@@ -151,19 +151,23 @@ def find_problems(
     problems = [*_check_checksums(dataset), *_check_manifest(dataset)]
     problems += [*_check_jpegs(dataset), *_check_flips(dataset), *_check_classes(dataset)]
     latents = _read_all(dataset)
-    names = originals.names if originals else None
-    problems += _check_finite(latents)
+    if latents.not_finite:
+        problems.append(f"{len(latents.not_finite)} items hold NaN or Inf, {latents.not_finite[0]} first")
     if latents.sums.any():
-        noun = "latents" if dataset.image_hashes is None else "images"
-        in_class, in_other_class = _find_repeats(latents.hashes, dataset.labels.tolist())
-        findings = {
-            "are constant": [_FlaggedItem(item) for item in latents.constant],
-            f"repeat {noun} of the class": in_class,
-            f"equal {noun} of another class": in_other_class,
-        }
-        problems += _check_repeats(dataset, findings, noun, names)
         problems += _check_standard_deviation(dataset, latents.sums, sigma_data)
-    return problems + ([*_check_originals(dataset, originals, decoder, device)] if originals else [])
+    different, constant = _compare_with_images(dataset, originals, decoder, device) if originals else ([], latents.constant)
+    noun = "latents" if dataset.image_hashes is None else "images"
+    in_class, in_other_class = _find_repeats(latents.hashes, dataset.labels.tolist())
+    findings = {
+        "are constant": dict.fromkeys(constant),
+        f"repeat {noun} of the class": in_class,
+        f"equal {noun} of another class": in_other_class,
+    }
+    problems += _check_repeats(dataset, findings, noun, originals.names if originals else None)
+    if different:
+        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
+        problems.append(f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}")
+    return problems
 
 
 def _check_checksums(dataset: LatentDataset) -> Iterator[str]:
@@ -227,7 +231,7 @@ class _Latents(NamedTuple):
     sums: np.ndarray  # result of `channel_sums`, over the finite latents
     not_finite: list[int]  # items with NaN or infinity
     hashes: np.ndarray  # hash of each item's image, or of its latent if those of images are unknown
-    constant: list[int]  # items whose image has a single colour, which latents of an autoencoder do not show
+    constant: list[int]  # items whose image has a single colour (latents of an autoencoder do not show it)
 
 
 def _read_all(dataset: LatentDataset) -> _Latents:
@@ -247,30 +251,18 @@ def _read_all(dataset: LatentDataset) -> _Latents:
     return _Latents(sums, not_finite, np.concatenate(hashes) if hashes else dataset.image_hashes, constant)
 
 
-def _check_finite(latents: _Latents) -> Iterator[str]:
-    if latents.not_finite:
-        yield f"{len(latents.not_finite)} items hold NaN or Inf, {latents.not_finite[0]} first"
-
-
 def _are_constant(images: Tensor) -> Tensor:
     """Return for each image [b, C, H, W] in -1 to 1 whether every channel has a single grey level, bool [b]."""
     return (images.amax(dim=(2, 3)) - images.amin(dim=(2, 3)) < 0.5 / 127.5).all(dim=1)
 
 
-class _FlaggedItem(NamedTuple):
-    """An item that is constant, or that equals another item."""
-
-    item: int
-    equals: int | None = None  # the other item
-
-
-def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_FlaggedItem], list[_FlaggedItem]]:
-    """Return the items that equal an earlier item of their class, and the items that equal an item of another class."""
+def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the items that equal an earlier item of their class, and those that equal one of another class, with this item."""
     _, group, count = np.unique(hashes, return_inverse=True, return_counts=True)
     items_of: dict[int, list[int]] = defaultdict(list)  # the items of each hash that occurs several times
     for item in np.flatnonzero(count[group] > 1).tolist():
         items_of[int(hashes[item])].append(item)
-    in_class, in_other_class = [], []
+    in_class, in_other_class = {}, {}
     for items in items_of.values():
         first: dict[int, int] = {}  # the first item of each class
         for item in items:
@@ -279,27 +271,27 @@ def _find_repeats(hashes: np.ndarray, labels: list[int]) -> tuple[list[_FlaggedI
         for item in items:
             label = labels[item]
             if item != first[label]:
-                in_class.append(_FlaggedItem(item, first[label]))
+                in_class[item] = first[label]
             if lowest != highest:
-                in_other_class.append(_FlaggedItem(item, first[highest if label == lowest else lowest]))
+                in_other_class[item] = first[highest if label == lowest else lowest]
     return in_class, in_other_class
 
 
 def _check_repeats(
-    dataset: LatentDataset, findings: Mapping[str, Sequence[_FlaggedItem]], noun: str, names: Sequence[str] | None
+    dataset: LatentDataset, findings: Mapping[str, Mapping[int, int | None]], noun: str, names: Sequence[str] | None
 ) -> Iterator[str]:
     """Describe the classes with constant or repeated items. If they are at most FEW of a class, only log a warning.
 
     Args:
-        findings: The affected items for each kind of finding, such as `are constant`.
+        findings: The affected items for each kind of finding, such as `are constant`, with the item that each equals, or None.
         noun: `images` or `latents`, whichever were compared.
         names: Paths of the items' images, if they are known.
     """
     labels, num_items = dataset.labels.tolist(), np.bincount(dataset.labels)
-    found_in: dict[int, dict[str, list[_FlaggedItem]]] = defaultdict(dict)  # the findings of each class by kind
+    found_in: dict[int, dict[str, list[tuple[int, int | None]]]] = defaultdict(dict)  # the findings of each class by kind
     for kind, found in findings.items():
-        for finding in sorted(found, key=lambda finding: finding.item):
-            found_in[labels[finding.item]].setdefault(kind, []).append(finding)
+        for item, other in sorted(found.items()):
+            found_in[labels[item]].setdefault(kind, []).append((item, other))
 
     def share(label: int) -> float:
         return max(map(len, found_in[label].values())) / num_items[label]
@@ -346,10 +338,13 @@ def _check_standard_deviation(dataset: LatentDataset, sums: np.ndarray, sigma_da
         yield f"{spread}, cannot be right: {reasons}"
 
 
-def _check_originals(
-    dataset: LatentDataset, originals: OriginalImages, decoder: Autoencoder | None, device: torch.device | None
-) -> Iterator[str]:
-    """Compare every latent with its image, by the stored hash and by `_are_different`."""
+def _compare_with_images(
+    dataset: LatentDataset, originals: OriginalImages, decoder: Autoencoder | None, device: torch.device
+) -> tuple[list[int], list[int]]:
+    """Compare every latent with its image, by the stored hash and by `_are_different`.
+
+    Return the items that do not match their image, and those whose image has a single colour.
+    """
     info = dataset.info
     different, constant = [], []
     # `convert` hashes latents.
@@ -364,18 +359,12 @@ def _check_originals(
         if has_hashes:
             is_different |= torch.from_numpy(dataset.image_hashes[items] != [image.image_hash for image in read])
         different += items[is_different.numpy()].tolist()
-        if info.autoencoder != "identity":  # `_read_all` finds constant pixels
-            constant += [_FlaggedItem(item) for item in items[_are_constant(from_uint8(pixels)).numpy()].tolist()]
-    yield from _check_repeats(dataset, {"are constant": constant}, "images", originals.names)
+        constant += items[_are_constant(from_uint8(pixels)).numpy()].tolist()
     log.info("%d of %d decoded latents match their image", len(dataset) - len(different), len(dataset))
-    if different:
-        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
-        yield f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}"
+    return different, constant
 
 
-def _are_different(
-    latents: Tensor, pixels: Tensor, info: ShardInfo, decoder: Autoencoder | None, device: torch.device | None
-) -> Tensor:
+def _are_different(latents: Tensor, pixels: Tensor, info: ShardInfo, decoder: Autoencoder | None, device: torch.device) -> Tensor:
     """Compare latents with images, uint8 [b, R, R, 3]: pixels exactly, decoded latents in the means of 16x16 cells. bool [b]."""
     if info.autoencoder == "identity":
         return (to_uint8(latents) != pixels).flatten(1).any(dim=1)
