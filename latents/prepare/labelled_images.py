@@ -284,28 +284,20 @@ def _check_class_folders(path: Path, names: list[str], folders: list[str]) -> No
     """Raise UserError if `folders`, which hold the images, are parts of a data set, at several depths, or of equal names."""
     first_level = sorted({folder.partition("/")[0] for folder in folders})
     by_depth = sorted(names, key=lambda name: name.count("/"))
+    by_name = sorted(folders, key=os.path.basename)
     if len({part for name in first_level for part in splits_in_name(name)}) > 1 and len(first_level) <= MAX_SPLITS:
         part = next((name for name in first_level if "train" in splits_in_name(name)), first_level[0])
         held = f"{', '.join(first_level)}, which are parts of a data set; give images={path / part}"
     elif by_depth[0].count("/") < by_depth[-1].count("/"):
         held = f"images at several depths ({by_depth[0]}, {by_depth[-1]}); put all images into folders of one depth"
-    elif same := _find_equal_names(folders):
-        held = f"folders of equal names ({', '.join(same)}); give one of the folders above them"
+    elif same := [pair for pair in pairwise(by_name) if os.path.basename(pair[0]) == os.path.basename(pair[1])]:
+        held = f"folders of equal names ({', '.join(same[0])}); give one of the folders above them"
     elif all(map(_EDM_NAME.fullmatch, names)):
         held = f"EDM's folders ({folders[0]}, ...) without their dataset.json; add it, set labels=none for a single class"
     else:
         return
     remedy = f"set labels=first_level to make {', '.join(first_level[:3])}{', ...' * (len(first_level) > 3)} the classes"
     raise UserError(f"images={path} holds {held}, or {remedy}")
-
-
-def _find_equal_names(folders: list[str]) -> tuple[str, str] | None:
-    """Return two folders whose last parts are equal, if there are any."""
-    first: dict[str, str] = {}
-    for folder in folders:
-        if (other := first.setdefault(os.path.basename(folder), folder)) != folder:
-            return other, folder
-    return None
 
 
 def describe_classes(images: LabelledImages) -> str:
