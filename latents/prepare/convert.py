@@ -12,7 +12,7 @@ import torch
 from common.errors import UserError
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
-from latents.autoencoders import SD_VAE, SD_VAES, find_weights, known_scaling
+from latents.autoencoders import SD_VAE, SD_VAES, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.labelled_images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
@@ -95,11 +95,6 @@ def resolve_shard_info(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardI
     if height != width or (kind == "moments" and (scale != 1 or channels % 2)):
         latents = f"{source.path}: latents {list(source.shape)}, kind={kind}, scale={scale:g}"
         raise UserError(f"{latents}: they must be square, and moments unscaled, with mean and log-variance")
-    if autoencoder and autoencoder.startswith("va-vae:"):
-        try:
-            find_weights(autoencoder)
-        except UserError as e:
-            log.warning("%s; the shards will name it, and sampling needs it", e)
     return ShardInfo(**header, latents_mean=statistics[0], latents_std=statistics[1]), scale
 
 
