@@ -40,7 +40,6 @@ class Identity:
     """An autoencoder whose latents are the pixels."""
 
     scaling = Scaling(1.0, 1)
-    downsampling = scaling.downsampling
     channels = 3  # number of latent channels
 
     def hash(self) -> str:
@@ -74,7 +73,6 @@ class KLAutoencoder:
         if channels not in (None, self.channels):
             raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents have {channels}")
         self.scaling = _scaling_of(self.vae.config)
-        self.downsampling = self.scaling.downsampling
 
     def hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -91,7 +89,7 @@ class KLAutoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        slices = latents.split(max(MAX_DECODED_PIXELS // (latents[0, 0].numel() * self.downsampling**2), 1))
+        slices = latents.split(max(MAX_DECODED_PIXELS // (latents[0, 0].numel() * self.scaling.downsampling**2), 1))
         return torch.cat([self.vae.decode(part).sample.float() for part in slices])
 
 

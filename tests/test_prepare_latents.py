@@ -30,7 +30,7 @@ from evaluations.images import open_images
 from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.dataset import LatentDataset
-from latents.prepare.inspect import OriginalImages
+from latents.prepare.inspect import open_originals
 from latents.prepare.labelled_images import TarImages, describe_classes, open_labelled_images
 from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
@@ -282,8 +282,8 @@ def test_unreadable_images_can_be_skipped_and_are_counted(images, vae, encoded, 
     assert "left out 5 (ant 2, bee 2, cow 1), listed in manifest.json; the first: ant/+.png cannot be read" in caplog.text
     every = np.arange(40), np.zeros(40, dtype=bool)
     assert torch.allclose(out.fetch(*every)[0].float(), LatentDataset(encoded).fetch(*every)[0].float(), atol=2e-3)
-    originals = [OriginalImages(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
-    assert all(np.array_equal(*(source.read(item).pixels for source in originals)) for item in range(40))
+    originals = [open_originals(*pair) for pair in ((out, folder), (LatentDataset(encoded), images))]
+    assert all(np.array_equal(*(source(item).pixels for source in originals)) for item in range(40))
 
 
 @pytest.mark.parametrize("autoencoder", ["identity", None])
@@ -477,7 +477,7 @@ def test_grey_images_with_more_than_8_bits_need_the_values_of_black_and_white(tm
     pixels = dataset.fetch_with_images(np.arange(2), np.zeros(2, dtype=bool))[2][..., 0].numpy().astype(int)
     expected = np.clip((values - 1500) / 1000 * 255, 0, 255)
     assert np.abs(pixels - expected).max() <= 1.01 and pixels.min() == 0 and pixels.max() == 255
-    assert (OriginalImages(dataset, str(tmp_path / "images")).read(1).pixels[..., 0] == pixels[1]).all()
+    assert (open_originals(dataset, str(tmp_path / "images"))(1).pixels[..., 0] == pixels[1]).all()
     assert "grey level" not in caplog.text
     Image.fromarray((values / 3000).astype(np.float32)).save(tmp_path / "images" / "b" / "up_to_1.tiff")
     Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "images" / "b" / "uniform.png")
@@ -891,7 +891,7 @@ def test_inspection_finds_constant_and_repeated_images_of_each_class(tmp_path, c
 class Halved:
     """An autoencoder whose latents are the means of 2x2 pixels."""
 
-    scaling, downsampling, channels = autoencoders.Scaling(1.0, 2), 2, 3
+    scaling, channels = autoencoders.Scaling(1.0, 2), 3
 
     def hash(self):
         return "halved"
@@ -1069,7 +1069,7 @@ def test_transparent_images_get_a_background_and_files_that_are_not_read_are_nam
     assert (read == dataset.fetch_with_images(np.arange(4), np.zeros(4, dtype=bool))[2].numpy()).all()
     assert list(open_images(images, crop=8, background="#0000ff").batches(4))
     assert "#0000ff is behind 3 transparent images, such as" in caplog.text
-    assert all((OriginalImages(dataset, str(images)).read(item).pixels == image).all() for item, image in enumerate(read))
+    assert all((open_originals(dataset, str(images))(item).pixels == image).all() for item, image in enumerate(read))
     assert (next(open_images(images, convert_to_rgb=True).batches(4))[:, 4, 4] == pixels).all()
     white, black = (open_images(images, crop=8, background=name).local_hash() for name in ("white", "black"))
     assert white != black

@@ -85,7 +85,7 @@ def test_va_vae_encodes_and_decodes_like_latent_diffusions_autoencoder_with_the_
     expected = torch.cat([mean, log_variance.clamp(-30, 20)], dim=1)
     assert torch.allclose(vae.encode_moments(images).double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.allclose(vae.decode(latents).double(), reference.decode(latents), atol=1e-4, rtol=1e-4)
-    assert vae.scaling == (1.0, 4, None, None) and vae.downsampling == 4
+    assert vae.scaling == (1.0, 4, None, None) and vae.scaling.downsampling == 4
 
 
 def test_weights_are_found_next_to_latents_stats_pt_and_in_safetensors(tmp_path):

@@ -37,7 +37,7 @@ from latents.prepare.encode_plan import (
     load_autoencoder,
     plan_shards,
 )
-from latents.prepare.image_reader import hash_images, to_jpeg
+from latents.prepare.image_reader import to_jpeg
 from latents.prepare.labelled_images import LabelledImages
 from latents.prepare.write import ShardFolder
 from latents.shards import LATENT_TENSORS, draw_latents, pack_images
@@ -80,7 +80,7 @@ def select_images(images: LabelledImages, cfg: EncodeConfig, accelerator: Accele
     """Return the images that `part` and `duplicates` select. Every process hashes a share of the images."""
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     share = range(len(images) * rank // num_processes, len(images) * (rank + 1) // num_processes)
-    hashes = gather_lists(hash_images(images, image_reader(cfg), share, cfg.num_workers))
+    hashes = gather_lists(image_reader(images, cfg).hashes(share, cfg.num_workers))
     return images.select_part(hashes, cfg.part, cfg.duplicates)
 
 
@@ -102,15 +102,15 @@ class _Batch(NamedTuple):
     unreadable: list[dict]  # {"name", "problem"} for each unreadable image
 
 
-def _read_batch(images: LabelledImages, cfg: EncodeConfig, indices: Sequence[int], pin_memory: bool = False) -> _Batch:
+def _read_batch(images: LabelledImages, cfg: EncodeConfig, pin_memory: bool, indices: Sequence[int]) -> _Batch:
     """Read and crop a batch. `pin_memory` puts the pixels into pinned memory, from which a copy to the GPU does not block."""
-    read_image = image_reader(cfg)
+    read_image = image_reader(images, cfg)
     items: list[_ReadableImage] = []
     pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)
     unreadable: list[dict] = []
     for index in indices:
         try:
-            image = read_image(images, index)
+            image = read_image(index)
         except UserError as e:
             unreadable.append({"name": images.names[index], "problem": str(e)})
             continue
@@ -137,7 +137,7 @@ def encode_images(
     unreadable: list[dict] = []
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
-    batches = map_ahead(partial(_read_batch, images, cfg, pin_memory=pin_memory), batch_ranges, cfg.num_workers)
+    batches = map_ahead(partial(_read_batch, images, cfg, pin_memory), batch_ranges, cfg.num_workers)
     bar = progress_bar(total=sum(s.stop - s.start for s in shards), unit="images", desc=f"process {rank + 1} of {num_processes}")
     with bar, contextlib.closing(batches), ThreadPoolExecutor(1) as pool:  # closing ends the reading threads after an error
         previous: Future[None] | None = None  # the write of the previous shard
@@ -183,7 +183,7 @@ def _encode_shard(
 def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
     """Return empty latents [0, C or 2C, h, w], with which a shard can be written even if all its images are unreadable."""
     channels = (1 if cfg.grey else vae.channels) * (1 + (cfg.kind == "moments"))
-    size = cfg.resolution // vae.downsampling
+    size = cfg.resolution // vae.scaling.downsampling
     return {name: torch.empty(0, channels, size, size) for name in LATENT_TENSORS[: 1 + cfg.flips]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,7 +99,7 @@ def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
 def find_unreadable(images: LabelledImages, cfg: EncodeConfig) -> list[str]:
     """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
     num_images = min(len(images), NUM_CHECKED)
-    errors = map_ahead(functools.partial(image_reader(cfg).error_of, images), range(num_images), cfg.num_workers)
+    errors = map_ahead(image_reader(images, cfg).error_of, range(num_images), cfg.num_workers)
     return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
 
 
@@ -110,8 +109,8 @@ def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
         vae = autoencoders.build(cfg.autoencoder, device, precision=cfg.precision)
     except UserError as e:
         raise UserError(f"{e}; or set autoencoder=identity, which keeps pixels and needs no weights") from e
-    if cfg.resolution % vae.downsampling:
-        raise UserError(f"resolution={cfg.resolution} is not a multiple of {vae.downsampling}, the downsampling factor")
+    if cfg.resolution % (factor := vae.scaling.downsampling):
+        raise UserError(f"resolution={cfg.resolution} is not a multiple of {factor}, the downsampling factor")
     return vae
 
 
@@ -130,11 +129,11 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
     Return the folder, and {"name", "problem"} for each of these unreadable images. With on_error=skip, there are none.
     """
     folder = open_folder(images, vae, weights_hash, cfg)
-    read_image = image_reader(cfg)
+    read_image = image_reader(images, cfg)
     outdated: dict[Path, str] = {}
     unreadable: list[dict] = []
     for shard, names in folder.left_out.items():
-        errors = {i: read_image.error_of(images, i) for i in range(shard.start, shard.stop) if images.names[i] in names}
+        errors = {i: read_image.error_of(i) for i in range(shard.start, shard.stop) if images.names[i] in names}
         if now := [images.names[i] for i, error in errors.items() if error is None]:
             outdated[shard.file] = f"left out {now[0]}, which can be read now"
         if cfg.on_error == "stop":
@@ -172,5 +171,5 @@ def plan_shard_info(images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig)
     return ShardInfo(cfg.kind, cfg.scale_factor or scale_factor, cfg.autoencoder, cfg.resolution, num_classes, mean, std)
 
 
-def image_reader(cfg: EncodeConfig) -> ImageReader:
-    return ImageReader(cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)
+def image_reader(images: LabelledImages, cfg: EncodeConfig) -> ImageReader:
+    return ImageReader(images, cfg.resolution, cfg.background, cfg.pad, cfg.grey, cfg.value_range)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,44 +48,44 @@ class ReadImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Settings with which `encode` reads and crops an image. `EncodeConfig` documents them."""
+    """Reads and crops images, as `encode` does. `EncodeConfig` documents the settings."""
 
+    images: LabelledImages
     resolution: int
     background: str = "white"
     pad: int = 0
     grey: bool = False
     value_range: Sequence[float] | None = None
 
-    def __call__(self, images: LabelledImages, index: int) -> ReadImage:
+    def __call__(self, index: int) -> ReadImage:
         """Read and crop an image. Raises UserError, which names the image, if it cannot be read."""
-        with _as_user_error(images.names[index]):
-            image, notes = self._decode(images, index)
+        with _as_user_error(self.images.names[index]):
+            image, notes = self._decode(index)
             image_hash = hash_pixels(image)
             image = ImageOps.expand(image, self.pad)
             notes += ["enlarged"] if min(image.size) < self.resolution else []
             pixels = adm_center_crop(image.convert("L").convert("RGB") if self.grey else image, self.resolution)
             return ReadImage(pixels, image_hash, notes)
 
-    def error_of(self, images: LabelledImages, index: int) -> str | None:
+    def error_of(self, index: int) -> str | None:
         """Return why an image cannot be read, or None if it can be read."""
         try:
-            self(images, index)
+            self(index)
         except UserError as e:
             return str(e)
 
-    def hash(self, images: LabelledImages, index: int) -> int | None:
+    def hash(self, index: int) -> int | None:
         """Return the hash of an image, or None if it cannot be read."""
         try:
-            with _as_user_error(images.names[index]):
-                return hash_pixels(self._decode(images, index)[0])
+            with _as_user_error(self.images.names[index]):
+                return hash_pixels(self._decode(index)[0])
         except UserError:
             return None
 
-    def _decode(self, images: LabelledImages, index: int) -> tuple[Image.Image, list[str]]:
-        return read_rgb(io.BytesIO(images.read(index)), self.background, value_range=self.value_range)
+    def hashes(self, indices: Sequence[int], num_threads: int) -> list[int | None]:
+        """Read some of the images and return their hashes, or None for those that cannot be read."""
+        hashes = map_ahead(self.hash, indices, num_threads)
+        return list(progress_bar(hashes, total=len(indices), unit="images", desc="comparing images"))
 
-
-def hash_images(images: LabelledImages, reader: ImageReader, indices: Sequence[int], num_threads: int) -> list[int | None]:
-    """Read some of the images and return their hashes, or None for those that cannot be read."""
-    hashes = map_ahead(functools.partial(reader.hash, images), indices, num_threads)
-    return list(progress_bar(hashes, total=len(indices), unit="images", desc="comparing images"))
+    def _decode(self, index: int) -> tuple[Image.Image, list[str]]:
+        return read_rgb(io.BytesIO(self.images.read(index)), self.background, value_range=self.value_range)

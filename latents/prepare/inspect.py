@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.batches import map_ahead
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.dataset import LatentDataset, evenly_spaced_items
-from latents.prepare.image_reader import ImageReader, ReadImage, hash_images
+from latents.prepare.image_reader import ImageReader
 from latents.prepare.labelled_images import open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
 from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance
@@ -72,7 +73,7 @@ def inspect(
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
-    originals = None if images is None else OriginalImages(dataset, images)
+    originals = None if images is None else open_originals(dataset, images)
     problems = find_problems(dataset, sigma_data, originals, decoder, device) + shared
     if is_drawn:
         draw_grid(file, dataset, decoder, device, originals)
@@ -82,13 +83,13 @@ def inspect(
 
 
 def draw_grid(
-    file: Path, dataset: LatentDataset, decoder: Autoencoder, device: torch.device, originals: OriginalImages | None
+    file: Path, dataset: LatentDataset, decoder: Autoencoder, device: torch.device, originals: ImageReader | None
 ) -> None:
     """Save a grid of 16 decoded latents, next to their images if these are known or stored. A write error is only logged."""
     items = evenly_spaced_items(len(dataset), 16)
     columns = [to_uint8(decoder.decode(_fetch_means(dataset, items).to(device)).cpu()).numpy()]
     if originals is not None:
-        columns.append([originals.read(item).pixels for item in items])
+        columns.append([originals(item).pixels for item in items])
     elif dataset.has_jpegs:
         with contextlib.suppress(UserError):  # find_problems already reports unreadable images
             columns.append(dataset.fetch_with_images(items)[2].numpy())
@@ -102,38 +103,29 @@ def draw_grid(
         log.warning("%s; grid=<file> sets another file", e)
 
 
-class OriginalImages:
-    """The encoded images of a data set, which are read again from their folder or tars.
+def open_originals(dataset: LatentDataset, folder: str) -> ImageReader:
+    """Find the image of each latent again in the folder or tars that were encoded.
 
-    Attributes:
-        names: Path of each item's image.
+    Raises UserError if their number differs from the number of latents.
     """
-
-    def __init__(self, dataset: LatentDataset, folder: str):
-        """Find the images. Raises UserError if their number differs from the number of latents."""
-        settings = dataset.encode_settings
-        images = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
-        keys = ("background", "pad", "grey", "value_range")
-        self._reader = ImageReader(dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
-        part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
-        if part != "all" or duplicates == "skip":
-            hashes = hash_images(images, self._reader, range(len(images)), torch.get_num_threads())
-            images = images.select_part(hashes, part, duplicates)
-        left_out = {entry["name"] for entry in dataset.manifest.get("left_out", [])}
-        self._images = images.select([i for i, name in enumerate(images.names) if name not in left_out])
-        self.names = self._images.names
-        if len(self.names) != len(dataset):
-            raise UserError(f"images={folder} holds {len(self.names)} images, but {dataset.path} holds {len(dataset)} latents")
-
-    def read(self, item: int) -> ReadImage:
-        """Read and crop an item's image."""
-        return self._reader(self._images, item)
+    settings = dataset.encode_settings
+    images = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
+    keys = ("background", "pad", "grey", "value_range")
+    reader = ImageReader(images, dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
+    part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
+    if part != "all" or duplicates == "skip":
+        images = images.select_part(reader.hashes(range(len(images)), torch.get_num_threads()), part, duplicates)
+    left_out = {entry["name"] for entry in dataset.manifest.get("left_out", [])}
+    images = images.select([i for i, name in enumerate(images.names) if name not in left_out])
+    if len(images) != len(dataset):
+        raise UserError(f"images={folder} holds {len(images)} images, but {dataset.path} holds {len(dataset)} latents")
+    return replace(reader, images=images)
 
 
 def find_problems(
     dataset: LatentDataset,
     sigma_data: float,
-    originals: OriginalImages | None,
+    originals: ImageReader | None,
     decoder: Autoencoder | None,
     device: torch.device,
 ) -> list[str]:
@@ -163,10 +155,11 @@ def find_problems(
         f"repeat {noun} of the class": in_class,
         f"equal {noun} of another class": in_other_class,
     }
-    problems += _check_repeats(dataset, findings, noun, originals.names if originals else None)
+    names = originals.images.names if originals else None
+    problems += _check_repeats(dataset, findings, noun, names)
     if different:
-        names = ", ".join(f"{originals.names[item]} (item {item})" for item in different[:3]) + (", ..." if different[3:] else "")
-        problems.append(f"{len(different)} of {len(dataset)} decoded latents do not match their image: {names}")
+        examples = ", ".join([f"{names[item]} (item {item})" for item in different[:3]] + (["..."] if different[3:] else []))
+        problems.append(f"{len(different)} of {len(dataset)} decoded latents do not match their image: {examples}")
     return problems
 
 
@@ -339,7 +332,7 @@ def _check_standard_deviation(dataset: LatentDataset, sums: np.ndarray, sigma_da
 
 
 def _compare_with_images(
-    dataset: LatentDataset, originals: OriginalImages, decoder: Autoencoder | None, device: torch.device
+    dataset: LatentDataset, originals: ImageReader, decoder: Autoencoder | None, device: torch.device
 ) -> tuple[list[int], list[int]]:
     """Compare every latent with its image, by the stored hash and by `_are_different`.
 
@@ -350,7 +343,7 @@ def _compare_with_images(
     # `convert` hashes latents.
     has_hashes = dataset.image_hashes is not None and dataset.encode_settings.get("command") == "encode"
     size = max(1, MAX_DECODED_PIXELS // info.resolution**2)
-    images = map_ahead(originals.read, range(len(dataset)), torch.get_num_threads())
+    images = map_ahead(originals, range(len(dataset)), torch.get_num_threads())
     for start in progress_bar(range(0, len(dataset), size), unit=f"x {size} images", desc="comparing"):
         items = np.arange(start, min(start + size, len(dataset)))
         read = [next(images) for _ in items]
