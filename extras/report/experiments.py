@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,12 +28,10 @@ REPEATED = ("seed", "train.ema_lengths")
 
 @dataclass(eq=False)
 class Experiment:
-    """A group of runs that differ only in seed, paths and logging."""
+    """A group of runs that differ only in seed, paths and logging, so that the first run has the settings of all."""
 
-    runs: list[Run]
-    identity: dict[str, object]  # settings that distinguish experiments
-    changes: dict[str, tuple[object, object]]  # for each changed key: (value in the row, value in the runs)
-    data_hash: str | None = None  # hash of the latents, or None if it is unknown
+    runs: list[Run]  # one per seed
+    data_hash: str | None  # hash of the latents, or None if it is unknown
     label: str = ""
     baseline: Experiment | None = None  # the dense experiment to compare this one with
 
@@ -41,9 +39,26 @@ class Experiment:
     def row(self) -> dict:
         return self.runs[0].row
 
+    @cached_property
+    def identity(self) -> dict[str, object]:
+        """Return the settings that distinguish experiments."""
+        return identity_of(self.runs[0].cfg)
+
+    @cached_property
+    def changes(self) -> dict[str, tuple[object, object]]:
+        """Return (value in the row, value in the runs) for each key that the runs changed in their row."""
+        return changes_of(self.runs[0])
+
+    def settings_label(self) -> str:
+        """Return the row and its changed settings, or run names without seeds."""
+        label = self.row.get("name") or " / ".join(sorted({without_seed(run.path.name) for run in self.runs}))
+        changed = ", ".join(f"{key}={new}" for key, (_, new) in self.changes.items())
+        resumed = "; ".join(self.runs[0].changes_on_resume)
+        return label + (f" with {changed}" if changed else "") + (f", resumed {resumed}" if resumed else "")
+
     @property
     def is_routed(self) -> bool:
-        is_sprint = str(self.identity.get("model.name")).endswith("sprint")  # SPRINT is never dense, even if no token skips
+        is_sprint = str(self.identity["model.name"]).endswith("sprint")  # SPRINT is never dense, even if no token skips
         return is_sprint or any(route["selection_ratio"] > 0 for route in self.identity["model.routes"])
 
     def measures(self) -> list[Measure]:
@@ -66,17 +81,12 @@ class Experiment:
 
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
-        run = self.runs[0]
-        values = dict(measure.other_settings)
-        row = config_of_row(self.row["name"], run) if self.row.get("name") in row_names() else run.cfg
-        expected = dict.fromkeys((*vars(row.sampler), "labels", "rounding")) | sampler_for_results(row.sampler)
+        row = config_of_row(self.row.get("name"), self.runs[0])
+        expected = {"weights": "ema", "network_precision": row.sampling.precision, **sampler_for_results(row.sampler)}
         expected |= comparable_settings(row.sampling.model_dump(include={"labels", "rounding"}))
-        expected["network_precision"] = row.sampling.precision
-        expected["autoencoder"] = None  # a measure has another one than the run's
-        expected |= {} if row.evaluation.detector_weights else {"detector_weights": None}
-        is_default = values.get("weights") == "ema" and "ema_length" not in values
-        is_sampled_alike = all(values.get(key) == value for key, value in expected.items())
-        return step == self.identity["train.num_steps"] and is_default and is_sampled_alike
+        free = ["reference", "first_seed", "dinov2_weights", *(["detector_weights"] if row.evaluation.detector_weights else [])]
+        values = {key: value for key, value in measure.other_settings if key not in free}
+        return step == self.identity["train.num_steps"] and values == expected
 
     def paper(self, measure: Measure) -> float | None:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""
@@ -85,7 +95,7 @@ class Experiment:
         by_guidance = self.row["paper_by_guidance"]
         if measure.guidance == UNGUIDED:
             figures = self.row.get("paper")
-        elif measure.guidance.startswith(("cfg_scale", "guidance cfg")):
+        elif dict(measure.guidance_settings).get("guidance", "cfg") == "cfg":
             figures = self.row.get("paper_guided")
         else:
             figures = next((by_guidance[arguments] for arguments in by_guidance if is_guided_by(measure, arguments)), None)
@@ -123,32 +133,23 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     are runs that a resume continued with other settings. A run without checkpoints, whose latents are unknown, joins the longest
     run.
     """
-    by_identity: dict[tuple, Experiment] = {}
     problems: dict[str, str] = {}
-    runs = [*runs, *runs_of_other_rows(runs)]
-    described = [(run, identity_of(run.cfg)) for run in sorted(runs, key=lambda run: -run.step)]
-    keys = [(run.row.get("name"), repr(sorted(identity.items())), run.changes_on_resume) for run, identity in described]
-    data_of: dict[tuple, str] = {}  # the latents of the longest run with these settings
-    for key, (run, _) in zip(keys, described):
-        if run.data_hash:
-            data_of.setdefault(key, run.data_hash)
-    for key, (run, identity) in zip(keys, described):
-        data_hash = run.data_hash or data_of.get(key)
-        experiment = by_identity.setdefault((*key, data_hash), Experiment([], identity, changes_of(run), data_hash))
-        if same := [other for other in experiment.runs if other.cfg.seed == run.cfg.seed]:
-            problems[str(run.path)] = f"it has the settings and the seed of {same[0].path}"
-        else:
-            experiment.runs.append(run)
-    for experiment in by_identity.values():
-        changed = ", ".join(f"{key}={new}" for key, (_, new) in experiment.changes.items())
-        label = experiment.row.get("name") or " / ".join(sorted({without_seed(run.path.name) for run in experiment.runs}))
-        resumed = "; ".join(experiment.runs[0].changes_on_resume)
-        experiment.label = label + (f" with {changed}" if changed else "") + (f", resumed {resumed}" if resumed else "")
-    counts = Counter(experiment.label for experiment in by_identity.values())
-    for experiment in by_identity.values():
-        if counts[experiment.label] > 1 and experiment.data_hash:
-            experiment.label += f" on latents {experiment.data_hash[:8]}"
-    experiments = sorted(by_identity.values(), key=order_in_report)
+    runs = sorted([*runs, *runs_of_other_rows(runs)], key=lambda run: -run.step)
+    settings = [(run.row.get("name"), repr(sorted(identity_of(run.cfg).items())), run.changes_on_resume) for run in runs]
+    # The latents of the longest run with these settings, which comes last.
+    data_of = {key: run.data_hash for key, run in zip(reversed(settings), reversed(runs)) if run.data_hash}
+    by_seed: dict[tuple, dict[int, Run]] = {}  # the runs of each experiment
+    for key, run in zip(settings, runs):
+        longest = by_seed.setdefault((key, run.data_hash or data_of.get(key)), {}).setdefault(run.cfg.seed, run)
+        if longest is not run:
+            problems[str(run.path)] = f"it has the settings and the seed of {longest.path}"
+    experiments = [Experiment([*found.values()], data_hash) for (_, data_hash), found in by_seed.items()]
+    counts = Counter(experiment.settings_label() for experiment in experiments)
+    for experiment in experiments:
+        label = experiment.settings_label()
+        is_repeated = counts[label] > 1 and experiment.data_hash
+        experiment.label = f"{label} on latents {experiment.data_hash[:8]}" if is_repeated else label
+    experiments.sort(key=order_in_report)
     tables: dict[str, list[Experiment]] = {}
     for experiment in experiments:
         experiment.baseline = find_baseline(experiment, experiments)
@@ -173,27 +174,16 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
     tables = {run.row.get("table") for run in runs}
     trained = {(run.row.get("name"), run.cfg.seed) for run in runs}
     for run, (name, trained_row) in itertools.product(runs, served_rows().items()):
-        if trained_row != run.row.get("name") or (name, run.cfg.seed) in trained:
+        if trained_row != run.row.get("name") or (name, run.cfg.seed) in trained or changes_of(run):
             continue
-        described = OmegaConf.to_container(compose_row(name).experiment)
-        if described["table"] not in tables:
-            continue
-        trained_identity, other = (identity_of(config_of_row(row, run)) for row in (trained_row, name))
-        last = other["train.num_steps"]
-        figures = {
-            measure: {step: x for step, x in curve.items() if step <= last}
-            for measure, curve in run.figures.items()
-            if min(curve) <= last
-        }
-        if changes_of(run) or not any(last in figures[measure] for measure in figures if measure != LOSS):
-            continue
-        origin = f"these are figures of a run of {trained_row}"
-        described["differs"] = "; ".join(filter(None, (described["differs"], origin)))
-        cfg = OmegaConf.create(run.cfg.model_dump())
-        for key, value in {"experiment": described, **other}.items():
-            if trained_identity.get(key) != value:
-                OmegaConf.update(cfg, key, value, merge=False)
-        yield replace(run, cfg=parse_config(cfg, TrainConfig), figures=figures)
+        row = config_of_row(name, run)
+        figures = run.figures_until(row.train.num_steps)
+        has_score = any(row.train.num_steps in curve for measure, curve in figures.items() if measure != LOSS)
+        if has_score and row.experiment["table"] in tables:
+            origin = f"these are figures of a run of {trained_row}"
+            described = row.experiment | {"differs": "; ".join(filter(None, (row.experiment["differs"], origin)))}
+            from_run = {"data": run.cfg.data, "init_from": run.cfg.init_from}  # the latents completed data
+            yield replace(run, cfg=row.model_copy(update={"experiment": described, **from_run}), figures=figures)
 
 
 def identity_of(cfg: TrainConfig) -> dict[str, object]:
@@ -218,31 +208,30 @@ def compose_row(name: str) -> DictConfig:
     return compose_overrides([f"experiment={name}"])
 
 
-def config_of_row(name: str, run: Run) -> TrainConfig:
-    """Return the configuration of a row with the seed and the output folder of a run."""
+def config_of_row(name: str | None, run: Run) -> TrainConfig:
+    """Return the configuration of a row with the seed and output folder of a run. Without such a row, return the run's own."""
+    if name not in row_names():
+        return run.cfg
     composed = OmegaConf.merge(compose_row(name), {"seed": run.cfg.seed, "output_dir": run.cfg.output_dir})
     return parse_config(composed, TrainConfig)
 
 
 def changes_of(run: Run) -> dict[str, tuple[object, object]]:
     """Return (row value, run value) for each key that differs. Skip data.* keys for which the row has no value."""
-    if run.row.get("name") not in row_names():
-        return {}
-    row = identity_of(config_of_row(run.row["name"], run))
+    row = identity_of(config_of_row(run.row.get("name"), run))
     changed = {key: (row[key], value) for key, value in identity_of(run.cfg).items() if key in row and value != row[key]}
-    if "init_from" in changed and is_same_start(*changed["init_from"]):
+    if is_same_start(*changed.get("init_from", (None, None))):
         del changed["init_from"]
     return {key: values for key, values in changed.items() if not (key.startswith("data.") and values[0] is None)}
 
 
 def is_same_start(wanted: object, given: object) -> bool:
     """Return whether `given` is the checkpoint of a longer run that equals the end of a row's run `wanted` (`checkpoint_of`)."""
-    for row, trained_row in served_rows().items():
-        if isinstance(wanted, str) and isinstance(given, str) and wanted.endswith(f"/{row}"):
-            last = store.folder_name(compose_row(row).train.num_steps)
-            if given.endswith(f"/{trained_row}/checkpoints/{last}"):
-                return True
-    return False
+    row = str(wanted).rpartition("/")[2]
+    if row not in served_rows():
+        return False
+    last = store.folder_name(compose_row(row).train.num_steps)
+    return str(given).endswith(f"/{served_rows()[row]}/checkpoints/{last}")
 
 
 def change_words(changes: dict[str, tuple[object, object]]) -> str:
@@ -267,15 +256,12 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
     if not experiment.is_routed and (named is None or experiment.changes):  # includes a routed row whose routes were removed
         return None
 
-    def is_on_the_same_latents(other: Experiment) -> bool:
-        return None in (other.data_hash, experiment.data_hash) or other.data_hash == experiment.data_hash
+    def is_comparable(dense: Experiment) -> bool:
+        is_elsewhere = None not in (dense.data_hash, experiment.data_hash) and dense.data_hash != experiment.data_hash
+        if dense.is_routed or dense.row.get("name") != named or is_elsewhere:
+            return False
+        unexplained = differences_from(experiment, dense, (*ROUTING, "train.num_steps")).keys()
+        return not (unexplained & (experiment.changes.keys() | dense.changes.keys()) if experiment.row else unexplained)
 
-    dense = [other for other in experiments if not other.is_routed and other.row.get("name") == named]
-    dense = filter(is_on_the_same_latents, dense)
-    nearest = min(dense, key=lambda other: len(differences_from(experiment, other)), default=None)
-    if nearest is None:
-        return None
-    unexplained = differences_from(experiment, nearest, (*ROUTING, "train.num_steps")).keys()
-    if experiment.row:
-        unexplained &= experiment.changes.keys() | nearest.changes.keys()
-    return None if unexplained else nearest
+    comparable = filter(is_comparable, experiments)
+    return min(comparable, key=lambda dense: len(differences_from(experiment, dense)), default=None)
