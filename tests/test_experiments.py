@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from cli.compose import compose_overrides
 from cli.hydra_setup import row_names
 from common.errors import UserError
-from extras.report.experiments import served_rows
+from extras.report.rows import served_rows
 from sampling.recipe import check_guidance
 
 ROWS = row_names()

@@ -15,7 +15,8 @@ from cli.hydra_setup import row_names
 from common.errors import UserError
 from evaluations.result_settings import sampler_for_results
 from extras.report.__main__ import main
-from extras.report.experiments import change_words, changes_of, curve_measure, group, served_rows
+from extras.report.experiments import curve_measure, group
+from extras.report.rows import change_words, changes_of, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
 

@@ -17,7 +17,7 @@ from common.errors import UserError
 from evaluations.classifiers import ClassifierDetector, _split, train_detector
 from evaluations.images import open_images, write_npz
 from evaluations.suite import compute_metrics, metrics_for
-from extras.report.experiments import change_words, changes_of
+from extras.report.rows import change_words, changes_of
 from extras.report.runs import LOSS, read_run
 from latents.channel_statistics import channel_sums, mean_and_std, overall_std
 from latents.dataset import LatentDataset

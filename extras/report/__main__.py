@@ -16,7 +16,8 @@ from pathlib import Path
 from cli.arguments import HELP
 from cli.print_errors import run_and_print_errors
 from common.errors import UserError
-from extras.report.experiments import Experiment, change_words, group
+from extras.report.experiments import Experiment, group
+from extras.report.rows import change_words
 from extras.report.runs import read_runs
 from extras.report.tables import guidance_table, machine_of, results_table, speedup_table
 

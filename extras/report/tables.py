@@ -8,7 +8,8 @@ from statistics import fmean
 
 from evaluations.suite import find_metric, format_mean, format_metric
 from evaluations.tables import markdown_table
-from extras.report.experiments import Experiment, change_words, curve_measure, differences_from
+from extras.report.experiments import Experiment, curve_measure, differences_from
+from extras.report.rows import change_words
 from extras.report.runs import LOSS, UNGUIDED, Measure
 
 FRACTION = ".3f"  # the format of metrics from 0 to 1 in evaluations.suite.METRICS
