@@ -59,11 +59,15 @@ class Experiment:
         last = max((max(run.figures[measure]) for run in self.runs if measure in run.figures), default=None)
         return [run for run in self.runs if last in run.figures.get(measure, ())]
 
-    def curve(self, measure: Measure) -> dict[int, list[float]]:
-        """Return one value per seed for each step, sorted by step. The result is empty if no run has the measure."""
-        curves = [run.figures[measure] for run in self.longest_runs(measure)]
-        steps = sorted(step for step in (curves[0] if curves else ()) if all(step in curve for curve in curves))
-        return {step: [curve[step] for curve in curves] for step in steps}
+    def curve(self, measure: Measure) -> dict[int, dict[int, float]]:
+        """Return the values by seed for each step, sorted by step. The result is empty if no run has the measure."""
+        curves = {run.cfg.seed: run.figures[measure] for run in self.longest_runs(measure)}
+        steps = sorted(set.intersection(*map(set, curves.values()))) if curves else []
+        return {step: {seed: curve[step] for seed, curve in curves.items()} for step in steps}
+
+    def last_values(self, measure: Measure) -> tuple[int, dict[int, float]]:
+        """Return the last step of a measure that the experiment has, and its values by seed."""
+        return [*self.curve(measure).items()][-1]
 
     def hours_at(self, step: float, measure: Measure) -> float:
         """Return the hours of training until a step, averaged over the runs in the measure's curve."""

@@ -140,19 +140,16 @@ class Run:
 
     def add(self, record: EvaluationRecord) -> None:
         """Add the figures of an evaluation of this run."""
-        default = vars(type(self.cfg.sampler)())
-        settings = {
-            key: x for key, x in comparable_settings(record.settings).items() if key == "num_steps" or x != default.get(key)
-        }
-        if settings.get("autoencoder") == self.cfg.sampling.autoencoder:
-            settings.pop("autoencoder", None)
+        settings = comparable_settings(record.settings)
         guidance = guidance_fields(settings)
+        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance, *OMITTED)}
+        if others.get("autoencoder") == self.cfg.sampling.autoencoder:
+            others.pop("autoencoder", None)
+        name, digest = record.settings.get("reference"), settings.get("reference_hash")
+        others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
         if weak := record.settings.get("guidance.checkpoint"):  # runs with other seeds have their own checkpoints
             guidance["guidance.checkpoint"] = without_seed(str(weak))
         guidance.pop("guidance.checkpoint_hash", None)
-        name, digest = record.settings.get("reference"), settings.get("reference_hash")
-        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance_fields(settings), *OMITTED)}
-        others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
         for metric, value in record.metrics.items():
             measure = Measure(metric, settings["num_samples"], tuple(guidance.items()), tuple(others.items()))
             self.figures.setdefault(measure, {})[record.step] = value

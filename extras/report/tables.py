@@ -36,14 +36,13 @@ def results_table(experiments: Sequence[Experiment]) -> Table:
         rows: dict[tuple, dict[str, str]] = {}
         planned, batch_size = experiment.identity["train.num_steps"], experiment.identity["train.batch_size"]
         for measure in experiment.measures() or [LOSS]:
-            step, values = [*experiment.curve(measure).items()][-1]
-            runs = experiment.longest_runs(measure)
-            seeds = ", ".join(sorted(str(run.cfg.seed) for run in runs))
+            step, values = experiment.last_values(measure)
+            seeds = ", ".join(sorted(map(str, values)))
             row = {
                 "Experiment": experiment.label,
                 "Seeds": seeds,
                 "Step": f"{step:,} of {planned:,}" if step < planned else f"{step:,}",
-                "Images seen": f"{step * batch_size + runs[0].image_offset:,}",
+                "Images seen": f"{step * batch_size + experiment.longest_runs(measure)[0].image_offset:,}",
                 "Hours": f"{experiment.hours_at(step, measure):.3g}",
                 "Samples": f"{measure.num_samples:,}" if measure.num_samples else "",
                 "Guidance": measure.guidance,
@@ -72,10 +71,9 @@ def guidance_table(experiments: Sequence[Experiment]) -> Table:
         # Values by seed, for each step and way of measuring, guidance, and metric.
         evaluations: dict[tuple, dict[str, dict[str, dict[int, float]]]] = {}
         for measure in experiment.measures():
-            step, values = [*experiment.curve(measure).items()][-1]
-            by_seed = {run.cfg.seed: value for run, value in zip(experiment.longest_runs(measure), values)}
+            step, values = experiment.last_values(measure)
             key = (step, measure.num_samples, measure.measured_with)
-            evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = by_seed
+            evaluations.setdefault(key, {}).setdefault(measure.guidance, {})[measure.metric] = values
         for (step, num_samples, measured_with), guidances in evaluations.items():
             leading = next(iter(next(iter(guidances.values()))))
             found = {name: figures for name, figures in guidances.items() if leading in figures}
@@ -106,12 +104,12 @@ def sign_of(metric: str) -> int:
     return -1 if known and known.direction == "higher" else 1
 
 
-def figure_text(experiment: Experiment, measure: Measure, step: int, values: Sequence[float]) -> str:
+def figure_text(experiment: Experiment, measure: Measure, step: int, by_seed: Mapping[int, float]) -> str:
     """Format the mean and deviation over seeds with comparisons: `12.00 ± 1.41 (paper 21.34, -44%; dense 40.00, -70%)`.
 
     Metrics from 0 to 1, such as precision, show differences instead of percentages, which would be huge for small values.
     """
-    metric = find_metric(measure.metric)
+    metric, values = find_metric(measure.metric), [*by_seed.values()]
 
     def reference_text(name: str, reference: float) -> str:
         difference = fmean(values) - reference
@@ -126,7 +124,7 @@ def figure_text(experiment: Experiment, measure: Measure, step: int, values: Seq
         references.append(reference_text("paper", paper))
     # Training losses of routed and dense runs are not comparable.
     if experiment.baseline and measure != LOSS and (dense := experiment.baseline.curve(measure).get(step)):
-        references.append(reference_text("dense", fmean(dense)))
+        references.append(reference_text("dense", fmean(dense.values())))
     return format_mean(measure.metric, values) + (f" ({'; '.join(references)})" if references else "")
 
 
@@ -141,7 +139,7 @@ def speedup_table(experiments: Sequence[Experiment]) -> Table:
         if dense is None or "init_from" in differences_from(routed, dense) or (measure := curve_measure(dense, routed)) is None:
             continue
         sign = sign_of(measure.metric)
-        curves = [{step: sign * fmean(values) for step, values in e.curve(measure).items()} for e in (dense, routed)]
+        curves = [{step: sign * fmean(values.values()) for step, values in e.curve(measure).items()} for e in (dense, routed)]
         target = max(min(curve.values()) for curve in curves)
         (dense_step, dense_is_bound), (step, is_bound) = (first_reached(curve, target) for curve in curves)
         bound = "≤ " if dense_is_bound else "≥ " if is_bound else ""
