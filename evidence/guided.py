@@ -11,15 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, median, stdev
+from time import sleep
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -186,13 +185,10 @@ def command(
     scales_of: dict[tuple, list[float]] = {}
     for time, guidance, scale, first_seed in planned:
         scales_of.setdefault((time, guidance, first_seed), []).append(scale)
-    folders_of: dict[tuple, list[str]] = {}  # fid.py evaluates several checkpoints at several scales
     for (time, guidance, first_seed), scales in scales_of.items():
-        folders_of.setdefault((guidance, first_seed, tuple(scales)), []).append(str(folders[time]))
-    for (guidance, first_seed, scales), found in folders_of.items():
         key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
         evaluations.append([
-            f"checkpoint={json.dumps(found)}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
+            f"checkpoint={folders[time]}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
             f"evaluation.num_samples={num_samples_from(first_seed)}", f"evaluation.first_seed={first_seed}",
             f"sampler.num_steps={NUM_LEVELS}", "sampling.batch_size=100", "evaluation.reference=references/fashion.npz",
             "machine.tf32=false", "machine.compile=none", "machine.cpu_threads=1", *fid_overrides,
@@ -214,33 +210,32 @@ def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
 
 def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Recorder) -> None:
     """Run the commands, `jobs` at a time, and record the results of each run when its command ends, even after an error."""
-    processes: list[subprocess.Popen] = []
-    is_stopping = threading.Event()
+    waiting = [*commands]
+    running: dict[tuple[str, int], subprocess.Popen] = {}
 
-    def run(task: tuple[str, int]) -> None:
-        file = recorder.log_file(*task)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab") as output:
-            process = start(commands[task], output)
-        processes.append(process)
-        if is_stopping.is_set():
-            process.terminate()
-        sys.stderr.write(f"{file.stem}: started, see {file}\n")
-        code = process.wait()
+    def end(task: tuple[str, int]) -> None:
+        code = running.pop(task).wait()
+        sys.stderr.write(f"{recorder.log_file(*task).stem}: ended with code {code}\n")  # also 0 if a signal stopped the training
         recorder.record(*task)
-        sys.stderr.write(f"{file.stem}: ended with code {code}\n")  # also 0 if a signal stopped the training
 
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the runs like Ctrl-C
-    threads = ThreadPoolExecutor(jobs)
     try:
-        for future in [threads.submit(run, task) for task in commands]:
-            future.result()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.pop(0)
+                file = recorder.log_file(*task)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with open(file, "ab") as output:
+                    running[task] = start(commands[task], output)
+                sys.stderr.write(f"{file.stem}: started, see {file}\n")
+            sleep(0.5)
+            for task in [task for task, process in running.items() if process.poll() is not None]:
+                end(task)
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        is_stopping.set()
-        for process in processes:
-            process.terminate()  # a trainer saves a checkpoint; ended processes ignore this
-        threads.shutdown()
+        for process in running.values():
+            process.terminate()  # a trainer saves a checkpoint
+        for task in [*running]:
+            end(task)
         signal.signal(signal.SIGTERM, earlier)
 
 
@@ -256,7 +251,7 @@ class Recorder:
     """Copies the results of the runs in a folder to a results file. Results that the file has already are skipped."""
 
     def __init__(self, runs: Path, output: Path, commit: str | None = None):
-        self.runs, self.output, self.commit, self._lock = runs, output, commit, threading.Lock()
+        self.runs, self.output, self.commit = runs, output, commit
 
     def log_file(self, arm: str, seed: int) -> Path:
         return self.runs / f"{arm}_seed{seed}.log"
@@ -266,18 +261,17 @@ class Recorder:
 
     def record(self, arm: str, seed: int) -> None:
         """Append the new results of a run. Raises UserError if the file has results of other weights at the same step."""
-        with self._lock:
-            earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
-            hashes = {line["step"]: line["ema"] for line in earlier}
-            known = {_identify(line) for line in earlier}
-            for line in results_of_run(self.runs / f"{arm}_seed{seed}", self.commit):
-                if hashes.get(line["step"], line["ema"]) != line["ema"]:
-                    raise UserError(
-                        f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
-                        "folder that made them, or choose another output="
-                    )
-                if _identify(line) not in known:
-                    append_line(self.output, {"arm": arm, "seed": seed} | line)
+        earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
+        hashes = {line["step"]: line["ema"] for line in earlier}
+        known = {_identify(line) for line in earlier}
+        for line in results_of_run(self.runs / f"{arm}_seed{seed}", self.commit):
+            if hashes.get(line["step"], line["ema"]) != line["ema"]:
+                raise UserError(
+                    f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
+                    "folder that made them, or choose another output="
+                )
+            if _identify(line) not in known:
+                append_line(self.output, {"arm": arm, "seed": seed} | line)
 
 
 def _identify(line: dict) -> tuple:
@@ -441,44 +435,44 @@ def compare_at_best_guidance(lines: list[dict]) -> tuple[list[tuple], list[tuple
     Outcomes with fewer than two common seeds are omitted.
     """
     find = partial(compared_values, lines)
+    times = [*reversed(TIMES)]
+    ratio, difference = (as_ratio, log), ("{:.3f}".format, float)  # how an estimate is written, and what is compared
 
-    def loss(arm: str, time: str) -> dict[int, float]:
-        return find_values(lines, LOSS, arm=arm, step=ARMS[arm].step(time))
+    def sides(time: str, guidance: str = "best", metric: str = DISTANCE) -> list[dict[int, float]]:
+        return [find(arm, time, guidance, metric) for arm in ("routed", "dense")]
 
-    def pairs(transform: Callable[[float], float], *sides: dict[int, float]) -> list[list[float]]:
-        shared = sorted(set.intersection(*map(set, sides)))
-        return [[transform(side[seed]) for seed in shared] for side in sides]
+    def quotients(ours: dict[int, float], theirs: dict[int, float]) -> dict[int, float]:
+        return {seed: ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()}
 
-    ratio = as_ratio, log
-    difference = "{:.3f}".format, float
-    full, half = ((find("routed", time), find("dense", time)) for time in reversed(TIMES))
-    later, later_dense, earlier, earlier_dense = pairs(log, *full, *half)
-    growth = paired(paired(later, later_dense)[1], paired(earlier, earlier_dense)[1])
-    ratio_name = "ratio of distances, routed / dense"
+    def contrasts(outcomes: list[tuple]) -> Iterator[tuple]:
+        for name, text_of, transform, (ours, theirs) in outcomes:
+            seeds = sorted(ours.keys() & theirs.keys())
+            values = ([transform(side[seed]) for seed in seeds] for side in (ours, theirs))
+            if len(seeds) > 1:
+                yield name, text_of, Contrast.of([paired(*values)])
+
+    full, half = map(sides, times)
+    routed = "ratio of distances, routed / dense"
     primary = [
-        (f"1. {ratio_name}, each at its best guidance, full time", as_ratio, paired(*pairs(log, *full))),
-        (f"2. {ratio_name}, each at its best guidance, full time / half time", as_ratio, growth),
+        (f"1. {routed}, each at its best guidance, full time", *ratio, full),
+        (f"2. {routed}, each at its best guidance, full time / half time", *ratio, (quotients(*full), quotients(*half))),
     ]
-    secondary = [(f"{ratio_name}, each at its best guidance, half time", *ratio, half)]
-    for guidance, time in product(("none", *ARMS["dense"].guidances), reversed(TIMES)):
+    secondary = [(f"{routed}, each at its best guidance, half time", *ratio, half)]
+    for guidance, time in product(("none", *ARMS["dense"].guidances), times):
         name = "unguided" if guidance == "none" else guidance
-        sides = [find(arm, time, guidance) for arm in ("routed", "dense")]
-        secondary.append((f"{ratio_name}, {name}, {time} time", *ratio, sides))
+        secondary.append((f"{routed}, {name}, {time} time", *ratio, sides(time, guidance)))
     only_routed = [name for name in ARMS["routed"].guidances if name not in ARMS["dense"].guidances]
-    for guidance, time in product(only_routed, reversed(TIMES)):
+    for guidance, time in product(only_routed, times):
         name = f"ratio of distances, routed with {guidance} guidance / dense at its best, {time} time"
-        secondary.append((name, *ratio, [find("routed", time, guidance), find("dense", time)]))
-    for (metric, title), time in product(NAMES.items(), reversed(TIMES)):
-        if metric != DISTANCE:
-            sides = [find(arm, time, metric=metric) for arm in ("routed", "dense")]
-            secondary.append((f"{title}, routed - dense, each at its best guidance, {time} time", *difference, sides))
-    for (ours, theirs), time in product((("dense-46", "dense"), ("routed", "dense-46")), reversed(TIMES)):
-        sides = [find(arm, time) for arm in (ours, theirs)]
-        secondary.append((f"ratio of distances, {ours} / {theirs}, each at its best guidance, {time} time", *ratio, sides))
-    for time in reversed(TIMES):
-        sides = [loss(arm, time) for arm in ("routed", "dense")]
-        secondary.append((f"ratio of validation losses, routed / dense, {time} time", lambda x: f"{exp(x):.3f}", log, sides))
-    found = [(name, text_of, paired(*pairs(transform, *sides))) for name, text_of, transform, sides in secondary]
-    return tuple(
-        [(name, text_of, Contrast.of([group])) for name, text_of, group in part if len(group[1]) > 1] for part in (primary, found)
-    )
+        secondary.append((name, *ratio, (find("routed", time, guidance), find("dense", time))))
+    for metric, time in product([metric for metric in NAMES if metric != DISTANCE], times):
+        name = f"{NAMES[metric]}, routed - dense, each at its best guidance, {time} time"
+        secondary.append((name, *difference, sides(time, metric=metric)))
+    for (ours, theirs), time in product((("dense-46", "dense"), ("routed", "dense-46")), times):
+        name = f"ratio of distances, {ours} / {theirs}, each at its best guidance, {time} time"
+        secondary.append((name, *ratio, (find(ours, time), find(theirs, time))))
+    for time in times:
+        losses = [find_values(lines, LOSS, arm=arm, step=ARMS[arm].step(time)) for arm in ("routed", "dense")]
+        name = f"ratio of validation losses, routed / dense, {time} time"
+        secondary.append((name, lambda x: f"{exp(x):.3f}", log, losses))
+    return [*contrasts(primary)], [*contrasts(secondary)]
