@@ -58,7 +58,7 @@ class Identity:
 class KLAutoencoder:
     """Wrapper around diffusers' AutoencoderKL with the same interface as `Identity`. `build` documents the arguments."""
 
-    def __init__(self, spec: str, device: torch.device, channels: int | None, precision: str = "fp32"):
+    def __init__(self, spec: str, device: torch.device, precision: str):
         from latents.va_vae import autoencoder_kl, load_va_vae
 
         self.precision = precision
@@ -70,8 +70,6 @@ class KLAutoencoder:
             raise UserError(f"autoencoder={spec} cannot be loaded: {first_line(e)}") from e
         self.vae = vae.to(device).eval().requires_grad_(False)
         self.channels = self.vae.config.latent_channels
-        if channels not in (None, self.channels):
-            raise UserError(f"autoencoder={spec} has {self.channels} channels, and the latents have {channels}")
         self.scaling = _scaling_of(self.vae.config)
 
     def hash(self) -> str:
@@ -166,14 +164,17 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
     """
     if spec == "none":
         raise UserError("autoencoder=none: the shards name no autoencoder; set autoencoder= to decode them")
-    if spec != "identity":
-        return _load_kl(spec, hash_local_files(spec), device, channels, precision)
-    if channels not in (None, 1, 3):
-        raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
-    return Identity()
+    if spec == "identity":
+        if channels not in (None, 1, 3):
+            raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")
+        return Identity()
+    vae = _load_kl(spec, hash_local_files(spec), device, precision)
+    if channels not in (None, vae.channels):
+        raise UserError(f"autoencoder={spec} has {vae.channels} channels, and the latents have {channels}")
+    return vae
 
 
 @functools.lru_cache(maxsize=1)  # avoids reloading the same autoencoder for every run of a sweep
-def _load_kl(spec: str, local_hash: str | None, device: torch.device, channels: int | None, precision: str) -> KLAutoencoder:
+def _load_kl(spec: str, local_hash: str | None, device: torch.device, precision: str) -> KLAutoencoder:
     """Load an autoencoder. `local_hash` is the `hash_local_files` of `spec`: files that were replaced are loaded again."""
-    return KLAutoencoder(spec, device, channels, precision)
+    return KLAutoencoder(spec, device, precision)
