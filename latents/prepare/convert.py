@@ -17,7 +17,6 @@ from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.labelled_images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
 from latents.shards import Kind, ShardInfo, pack_images
-from latents.tars import check_single_split
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +45,6 @@ class ConvertConfig:
 
 def convert(cfg: ConvertConfig) -> None:
     """Convert the latents of another project to shards."""
-    if any(Path(cfg.path).glob("[!.]*.tar")):
-        check_single_split(Path(cfg.path), "or rename the tars to use them together")
     source = open_latents(cfg.path)
     log.info("%s: %d items, %s. %s", cfg.path, len(source.labels), type(source).__name__, source.log_message)
     info, scale = resolve_shard_info(source, cfg)

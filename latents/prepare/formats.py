@@ -22,7 +22,7 @@ from latents.dataset import evenly_spaced_items
 from latents.prepare.image_reader import to_jpeg
 from latents.prepare.labelled_images import read_dataset_json
 from latents.shards import LATENT_TENSORS, shard_files
-from latents.tars import index_tars
+from latents.tars import check_single_split, index_tars
 from latents.torch_files import read_channel_statistics
 
 
@@ -127,6 +127,7 @@ class Tars(LatentSource):
     patterns = ("[!.]*.tar",)
 
     def _open(self) -> None:
+        check_single_split(self.path, "or rename the tars to use them together")
         self.items = index_tars(self.path, ("latent", "latent.npy", "npy"))
         self.labels = np.array([item.label for item in self.items], dtype=np.int64)
 
