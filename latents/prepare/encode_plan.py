@@ -128,7 +128,12 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
 
     Return the folder, and {"name", "problem"} for each of these unreadable images. With on_error=skip, there are none.
     """
-    folder = open_folder(images, vae, weights_hash, cfg)
+    info = plan_shard_info(images, vae, cfg)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    if cfg.duplicates == "keep":
+        del settings["duplicates"]  # shards of earlier versions lack the key
+    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
+    folder = ShardFolder(cfg.output, info, settings, images.hash, len(images), cfg.shard_size, cfg.dtype)
     read_image = image_reader(images, cfg)
     outdated: dict[Path, str] = {}
     unreadable: list[dict] = []
@@ -143,15 +148,6 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
     num_missing, num_classes = len(folder.missing), folder.info.num_classes
     log.info("%d images in %d classes; %d of %d shards to make", len(images), num_classes, num_missing, len(folder.shards))
     return folder, unreadable
-
-
-def open_folder(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> ShardFolder:
-    info = plan_shard_info(images, vae, cfg)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
-    if cfg.duplicates == "keep":
-        del settings["duplicates"]  # shards of earlier versions lack the key
-    settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    return ShardFolder(cfg.output, info, settings, images.hash, len(images), cfg.shard_size, cfg.dtype)
 
 
 def plan_shard_info(images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:

@@ -303,7 +303,7 @@ def _check_repeats(
     def describe(classes: Sequence[int]) -> list[str]:
         return [*map(describe_class, classes[:5])] + (["and more classes"] if len(classes) > 5 else [])
 
-    affected = sorted(found_in, key=lambda label: (-share(label), label))[:100]
+    affected = sorted(found_in, key=lambda label: (-share(label), label))
     yield from describe([label for label in affected if share(label) > FEW])
     if few := describe([label for label in affected if share(label) <= FEW]):
         log.warning("%s", "; ".join(few))
