@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -41,16 +42,8 @@ def gamma_from_length(length: float) -> float:
     return np.roots([1, 7, 16 - s, 12 - s]).real.max()
 
 
-def fit_snapshots(checkpoint: Checkpoint, length: float) -> tuple[dict[int, Path], list[float], list[float], float]:
-    """Return the files of averages by step (up to the checkpoint), the tracked lengths, and the result of `fit_profile`."""
-    step, lengths = checkpoint.step, checkpoint.config.train.ema_lengths
-    files = {t: file for t, file in list_snapshots(checkpoint.run_folder).items() if t < step}
-    files[step] = checkpoint.path / f"{TRACKED_EMA}.safetensors"
-    return files, lengths, *fit_profile([(t, x) for t in files for x in lengths], (step, length))
-
-
 def find_average(checkpoint: Checkpoint, weights: str, length: float) -> Average:
-    """Return the EMA of this length for a checkpoint, which is not computed yet.
+    """Return the EMA of this length for a checkpoint, which is not computed yet, from the averages at its step and before.
 
     Raises:
         UserError: If the run tracked no averages around this length or saved too few snapshots, or if `weights` is not `ema`.
@@ -62,14 +55,17 @@ def find_average(checkpoint: Checkpoint, weights: str, length: float) -> Average
         raise UserError(
             f"sampling.ema_length={length:g}: {folder} belongs to a run without train.ema_lengths, so it tracked no averages"
         )
-    files, lengths, _, error = fit_snapshots(checkpoint, length)
+    step, lengths = checkpoint.step, checkpoint.config.train.ema_lengths
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"sampling.ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
+    files = {t: file for t, file in list_snapshots(checkpoint.run_folder).items() if t < step}
+    files[step] = folder / f"{TRACKED_EMA}.safetensors"
+    factors, error = fit_profile([(t, x) for t in files for x in lengths], (step, length))
     if error > MAX_ERROR:
         reason = f"{folder} has {len(files) - 1} earlier snapshots, which give its profile with an error of {error:.0%}"
         remedy = "a run needs more (train.ema_snapshot_every)"
         raise UserError(f"sampling.ema_length={length:g}: {reason}, more than {MAX_ERROR:.0%}; {remedy}")
-    return Average(checkpoint, length, hash=hash_bytes(repr([file.name for file in files.values()]).encode())[:8])
+    return Average(checkpoint, length, (*files.values(),), (*factors,), error)
 
 
 @dataclass(frozen=True)
@@ -77,30 +73,39 @@ class Average:
     """An EMA of a chosen length for a checkpoint. `load_network` accepts an `Average` instead of `ema` or `raw`.
 
     Attributes:
-        hash: Hash of the names of all files that the EMA is computed from.
+        files: Files of tracked averages, from which the EMA is computed.
+        factors: Factors of the averages in the files: for each file, one for each length in train.ema_lengths.
+        error: Error of the profile, relative to its norm.
     """
 
     checkpoint: Checkpoint
     length: float
-    hash: str
+    files: tuple[Path, ...]
+    factors: tuple[float, ...]
+    error: float
+
+    @property
+    def hash(self) -> str:
+        """The hash of the names of all files, which contain hashes of their content."""
+        return hash_bytes(repr([file.name for file in self.files]).encode())[:8]
 
     def load(self) -> dict[str, Tensor]:
         """Load the averaged weights. The main process computes the averages and broadcasts them."""
         sums: dict[str, Tensor] = {}
 
         def add_up() -> list[str]:
-            files, lengths, factors, error = fit_snapshots(self.checkpoint, self.length)
             message = "EMA of length %g from averages at %d steps; error of its profile %.2g%%"
-            log.info(message, self.length, len(files), 100 * error)
-            keys = [f"{length:g}" for length in lengths]
-            for i, file in enumerate(files.values()):
+            log.info(message, self.length, len(self.files), 100 * self.error)
+            lengths = [f"{length:g}" for length in self.checkpoint.config.train.ema_lengths]
+            factors = dict(zip(product(self.files, lengths), self.factors))
+            for file in self.files:
                 with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
                     if file.parent != self.checkpoint.path and hash_file(file) != file.stem.rpartition("_")[2]:
                         raise ValueError("its hash differs from the one in its name; remove the file")
                     for key in f.keys():  # noqa: SIM118 (not a dict)
                         tracked, _, name = key.partition("/")
                         x = f.get_tensor(key)
-                        sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factors[i * len(keys) + keys.index(tracked)])
+                        sums.setdefault(name, torch.zeros(x.shape)).add_(x, alpha=factors[file, tracked])
             return list(sums)
 
         averages = {name: on_main(lambda name=name: sums[name]) for name in on_main(add_up)}

@@ -47,7 +47,7 @@ def members(interface):
 
 
 def test_the_parts_that_a_key_selects_have_what_the_core_expects_of_them():
-    projector, average = torch.nn.Linear(2, 2), Average(None, 0.1, "hash")
+    projector, average = torch.nn.Linear(2, 2), Average(None, 0.1, files=(), factors=(), error=0.0)
     alignment = Alignment(projector, encode=torch.relu, fetch=torch.relu, block=1)
     parts = [(EDM(), Diffusion), (SiT(), Diffusion), (average, WeightAverage), (alignment, TokenAlignment)]
     parts += [(sampler(), Sampler) for sampler in (HeunSampler, FlowSampler, AncestralSampler)]
