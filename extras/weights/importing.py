@@ -19,8 +19,8 @@ from common.types import PositiveFloat, PositiveInt, Text
 from configs import schema
 from configs.schema import AutoencoderSpec
 from extras import lightningdit
-from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row, without_projectors
-from latents.autoencoders import SD_VAE, SD_VAES, Scaling, known_scaling
+from extras.weights.published import read_published, read_sizes, reverse_time_and_sign, with_null_row
+from latents.autoencoders import SD_VAE, SD_VAES, known_scaling
 from latents.torch_files import read_channel_statistics
 
 log = logging.getLogger(__name__)
@@ -76,11 +76,9 @@ def import_weights(
         listed = store.read_listed_hashes(file.parent)
     if file.name in listed:
         raise UserError(f"source={file} belongs to a checkpoint of this project; use it as it is: checkpoint={file.parent}")
-    model, ema, step, stored_num_classes = read_published(file, kind)
-    if kind == "repa":
-        model, ema = without_projectors(model), without_projectors(ema)
+    weights, step, stored_num_classes = read_published(file, kind)
     backbones = (lightningdit if kind == "lightningdit" else dit).BACKBONES
-    sizes = read_sizes(file, model, backbones, num_classes or stored_num_classes)
+    sizes = read_sizes(file, weights[0], backbones, num_classes or stored_num_classes)
     data = sizes["data"]
     if sizes["model"]["learn_sigma"]:
         outputs, fitting_kinds = "twice", ("dit", "sit")
@@ -96,7 +94,7 @@ def import_weights(
         raise UserError(
             f"{file} is for latents with {found} channels, and autoencoder={autoencoder} has {needed}; set autoencoder="
         )
-    known = Scaling(1.0, 16) if kind == "lightningdit" and autoencoder == "none" else known_scaling(autoencoder)
+    known = known_scaling("va-vae" if kind == "lightningdit" and autoencoder == "none" else autoencoder)
     known_scale, downsampling, *statistics = known or (None,) * 4
     if None in (scale_factor or known_scale, resolution or downsampling):
         raise UserError(f"autoencoder={autoencoder} needs scale_factor= and resolution=, which its name does not determine")
@@ -118,17 +116,17 @@ def import_weights(
     cfg = build_config(kind, sizes | run)
     with torch.device("meta"):
         expected = cfg.model.build(cfg.data).state_dict()
-    model, ema = (with_null_row(state, data["num_classes"]) for state in (model, ema))
-    for state in (model, ema):
-        store.check_tensors(file, state, expected)
+    weights = [with_null_row(tensors, data["num_classes"]) for tensors in weights]
+    for tensors in weights:
+        store.check_tensors(file, tensors, expected)
     config = cfg.model_dump()
     if kind in REVERSED:
-        model, ema = reverse_time_and_sign(model), reverse_time_and_sign(ema)
+        weights = [*map(reverse_time_and_sign, weights)]
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or ASSUMED_EMA_UPDATES, "imported_from": f"{source} (kind={kind})"}
     write_atomically(folder / "config.yaml", store.config_text(config))
-    tensors = store.CheckpointTensors(model, ema, optimizer={})
-    written = store.save(folder / "checkpoints", step, tensors, state, config, keep_last=1, keep_every=0)
+    checkpoint = store.CheckpointTensors(*weights, optimizer={})
+    written = store.save(folder / "checkpoints", step, checkpoint, state, config, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     null_class = "and a null class" if cfg.model.class_dropout else "without a null class"
     log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null_class, written)

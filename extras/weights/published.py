@@ -23,11 +23,11 @@ MODEL_NAMES, EMA_NAMES = ("model", "model_state_dict"), ("ema", "ema_state_dict"
 STEP_NAMES = ("step", "steps", "train_steps")
 
 
-def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int | None]:
-    """Read (model, EMA, step, num_classes) from a .safetensors or torch.save file, without running code from the file.
+def read_published(file: Path, kind: str) -> tuple[list[dict[str, Tensor]], int, int | None]:
+    """Read (weights, step, num_classes) from a .safetensors or torch.save file, without running code from the file.
 
-    Tensors are float32. If the file contains only the model or only the EMA, both results have the same weights. Without a step,
-    the step is 0. `num_classes` is None unless the file contains its project's arguments.
+    The weights are those of the model and of its EMA, in float32. If the file contains only one of them, both are the same.
+    Without a step, the step is 0. `num_classes` is None unless the file contains its project's arguments.
 
     Raises:
         UserError: If the file cannot be read, could run code, or contains no state dict or values that are not finite. Also
@@ -35,27 +35,28 @@ def read_published(file: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     """
     # Other projects store their command-line arguments next to the weights, as plain values in a Namespace.
     with torch.serialization.safe_globals([argparse.Namespace]):
-        content = load_tensors(file)
-    content = content if isinstance(content, dict) else {}
+        content = _as_dict(load_tensors(file))
 
     def pick(names: tuple[str, ...]) -> object:
         return next((content[name] for name in names if name in content), content)
 
-    model, ema = pick(MODEL_NAMES + EMA_NAMES), pick(EMA_NAMES + MODEL_NAMES)
+    weights = [_plain_names(file, pick(names)) for names in (MODEL_NAMES + EMA_NAMES, EMA_NAMES + MODEL_NAMES)]
     step = next((content[name] for name in STEP_NAMES if type(content.get(name)) is int), 0)
-    arguments = content.get("args")  # of DiT, SiT and REPA
-    arguments = vars(arguments) if isinstance(arguments, argparse.Namespace) else arguments
-    arguments = arguments if isinstance(arguments, dict) else {}
-    config = content.get("config")  # of LightningDiT
-    transport = config.get("transport") if isinstance(config, dict) else None
-    transport = transport if isinstance(transport, dict) else {}
+    arguments = _as_dict(content.get("args"))  # of DiT, SiT and REPA
+    transport = _as_dict(_as_dict(content.get("config")).get("transport"))  # of LightningDiT
     # SiT, REPA and LightningDiT can train other paths and predictions with networks of the same shapes.
     for name, accepted in (("path_type", ("linear",)), ("prediction", ("v", "velocity"))):
         value = arguments.get(name, transport.get(name))
         if kind in ("sit", "repa", "lightningdit") and value is not None and str(value).lower() not in accepted:
             raise UserError(f"{file} was trained with {name}={value}; only {' or '.join(accepted)} can be sampled")
     num_classes = arguments.get("num_classes")
-    return _plain_names(file, model), _plain_names(file, ema), step, num_classes if type(num_classes) is int else None
+    weights = [*map(without_projectors, weights)] if kind == "repa" else weights
+    return weights, step, num_classes if type(num_classes) is int else None
+
+
+def _as_dict(value: object) -> dict:
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    return value if isinstance(value, dict) else {}
 
 
 def _plain_names(file: Path, state: object) -> dict[str, Tensor]:
