@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,7 @@ class Experiment:
 
     runs: list[Run]  # one per seed
     data_hash: str | None  # hash of the latents, or None if it is unknown
-    label: str = ""
+    label: str = ""  # what the tables call it: `settings_label`, and the latents if several experiments have the same
     baseline: Experiment | None = None  # the dense experiment to compare this one with
 
     @property
@@ -140,9 +140,9 @@ def group(runs: Sequence[Run]) -> tuple[dict[str, list[Experiment]], dict[str, s
     experiments = [Experiment([*found.values()], data_hash) for (_, data_hash), found in by_seed.items()]
     counts = Counter(experiment.settings_label() for experiment in experiments)
     for experiment in experiments:
-        label = experiment.settings_label()
-        is_repeated = counts[label] > 1 and experiment.data_hash
-        experiment.label = f"{label} on latents {experiment.data_hash[:8]}" if is_repeated else label
+        experiment.label = experiment.settings_label()
+        if counts[experiment.label] > 1 and experiment.data_hash:
+            experiment.label += f" on latents {experiment.data_hash[:8]}"
     experiments.sort(key=order_in_report)
     tables: dict[str, list[Experiment]] = {}
     for experiment in experiments:
@@ -159,9 +159,9 @@ def order_in_report(experiment: Experiment) -> tuple:
     return (*place, bool(experiment.changes), experiment.is_routed, experiment.label)
 
 
-def differences_from(first: Experiment, second: Experiment, besides: Iterable[str] = ROUTING) -> dict[str, tuple[object, object]]:
-    """Return (value in `first`, value in `second`) for each key that differs. Keys in `besides` are ignored."""
-    keys = sorted((first.identity.keys() | second.identity.keys()) - set(besides))
+def differences_from(first: Experiment, second: Experiment) -> dict[str, tuple[object, object]]:
+    """Return (value in `first`, value in `second`) for each key that differs, except the keys in ROUTING."""
+    keys = sorted((first.identity.keys() | second.identity.keys()) - set(ROUTING))
     values = {key: (first.identity.get(key), second.identity.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
@@ -180,8 +180,8 @@ def find_baseline(experiment: Experiment, experiments: Sequence[Experiment]) -> 
         is_elsewhere = None not in (dense.data_hash, experiment.data_hash) and dense.data_hash != experiment.data_hash
         if dense.is_routed or dense.row.get("name") != named or is_elsewhere:
             return False
-        unexplained = differences_from(experiment, dense, (*ROUTING, "train.num_steps")).keys()
-        return not (unexplained & (experiment.changes.keys() | dense.changes.keys()) if experiment.row else unexplained)
+        different = differences_from(experiment, dense).keys() - {"train.num_steps"}
+        return not (different & (experiment.changes.keys() | dense.changes.keys()) if experiment.row else different)
 
     comparable = filter(is_comparable, experiments)
     return min(comparable, key=lambda dense: len(differences_from(experiment, dense)), default=None)

@@ -80,9 +80,11 @@ def runs_of_other_rows(runs: Sequence[Run]) -> Iterator[Run]:
         if trained_row != run.row.get("name") or (name, run.cfg.seed) in trained or changes_of(run):
             continue
         row = config_of_row(name, run)
-        figures = run.figures_until(row.train.num_steps)
-        has_score = any(row.train.num_steps in curve for measure, curve in figures.items() if measure != LOSS)
+        last = row.train.num_steps
+        has_score = any(last in curve for measure, curve in run.figures.items() if measure != LOSS)
         if has_score and row.experiment["table"] in tables:
+            curves = {measure: {step: x for step, x in curve.items() if step <= last} for measure, curve in run.figures.items()}
+            figures = {measure: curve for measure, curve in curves.items() if curve}
             origin = f"these are figures of a run of {trained_row}"
             described = row.experiment | {"differs": "; ".join(filter(None, (row.experiment["differs"], origin)))}
             from_run = {"data": run.cfg.data, "init_from": run.cfg.init_from}  # the latents filled in keys of data

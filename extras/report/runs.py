@@ -133,11 +133,6 @@ class Run:
         """Return the training hours until a step, interpolated between logged steps. Steps outside the logged range give NaN."""
         return float(np.interp(step, *self.clock, left=np.nan, right=np.nan))
 
-    def figures_until(self, last: int) -> dict[Measure, dict[int, float]]:
-        """Return the figures of the steps up to the last one. Measures that have none are left out."""
-        curves = {measure: {step: x for step, x in curve.items() if step <= last} for measure, curve in self.figures.items()}
-        return {measure: curve for measure, curve in curves.items() if curve}
-
     def add(self, record: EvaluationRecord) -> None:
         """Add the figures of an evaluation of this run."""
         settings = comparable_settings(record.settings)
