@@ -116,6 +116,8 @@ def verify_and_read(
         checkpoint = read_checkpoint(folder)
     except UserError:
         store.refuse_removed(folder)
+        if problem := find_damage(folder, files):  # damage comes first: an earlier checkpoint may be readable
+            return Damaged(folder, problem)
         raise
     check(checkpoint)
     if problem := find_damage(folder, files):

@@ -40,7 +40,7 @@ def describe_start(accelerator: Accelerator, step: int, start: RunStart) -> dict
     }
     if start.changes:
         record["changed"] = [*map(str, start.changes)]
-    if start.kind == "first" and (initial := start.checkpoint):
+    if start.kind == "new" and (initial := start.checkpoint):
         record["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
     return record
 

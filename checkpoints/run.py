@@ -221,3 +221,4 @@ class RunFolder:
         """Release the lock on the run folder."""
         if self.is_open:
             self._lock.close()
+            self._lock = None

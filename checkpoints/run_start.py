@@ -1,4 +1,4 @@
-"""Decide how a command starts its run: at the first step, or from a checkpoint. Only the main process calls these functions."""
+"""Decide how a command starts its run: anew, or from its newest checkpoint. Only the main process calls these functions."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class RunStart:
     `decide_start` decides it before any slow work, `training.loading.load_start` loads the checkpoint, and
     `training.start.begin_run` writes the start into the run's folder.
 
-    | kind     | the run has                     | the command                                                          |
-    |----------|---------------------------------|----------------------------------------------------------------------|
-    | first    | no checkpoint                   | trains from the first step, with the checkpoint of init_from, if set |
-    | resume   | a checkpoint                    | trains from the newest checkpoint                                    |
-    | complete | a checkpoint of the last step   | loads it, and makes grids and evaluations that are missing           |
+    | kind     | the run has                              | the command                                              |
+    |----------|------------------------------------------|----------------------------------------------------------|
+    | new      | no checkpoint                            | trains from step 0, or with init_from as init_state says |
+    | resume   | a checkpoint                             | trains from the newest checkpoint                        |
+    | complete | a checkpoint of train.num_steps or later | loads it, and makes grids and evaluations that it lacks  |
 
     Attributes:
-        checkpoint: The checkpoint to load: the run's newest, or at a first start that of init_from, if set.
+        checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
         class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
         changes: Changed settings with which resume=changed resumes.
-        renames: At a first start, a description of the run whose results are in the folder. `begin_run` renames them. It is
-            None if there are no results, or only those of a start with equal settings that saved no checkpoint: they are remade.
+        renames: For a new run, a description of the run whose results are in the folder. `begin_run` renames them. It is None
+            if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
     """
 
-    kind: Literal["first", "resume", "complete"]
+    kind: Literal["new", "resume", "complete"]
     checkpoint: Checkpoint | None = None
     class_names: list[str] | None = None
     changes: list[Change] = field(default_factory=list)
@@ -60,9 +60,10 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
 
     Raises UserError if the run or init_from has a checkpoint that does not fit, or if a route of a new run carries no token.
     """
+    newest = None
     if run.path.exists():
         run.open()
-    newest = find_newest_and_rename_damaged(run, cfg)
+        newest = find_newest_and_rename_damaged(run, cfg)
     if newest is not None:
         if cfg.init_from is not None:
             log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
@@ -73,7 +74,7 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
         return RunStart("complete" if is_complete else "resume", newest, changes=changes)
     check_routes(cfg)
     initial = find_initial_checkpoint(run, cfg)
-    return RunStart("first", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
+    return RunStart("new", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
 
 
 def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
@@ -98,7 +99,7 @@ def check_routes(cfg: schema.TrainConfig) -> None:
 
 
 def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
-    """Return the run's newest intact checkpoint, or None if the run must start at step 0. Rename newer, damaged checkpoints.
+    """Return the run's newest intact checkpoint, or None if it has none. Rename newer, damaged checkpoints.
 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other
     settings or was imported.

@@ -52,13 +52,21 @@ class TokenAlignment(Protocol):
     projector: nn.Module
     encoder_hash: str
 
-    def fetch(self, items: np.ndarray, flips: np.ndarray, /) -> tuple[Tensor, Tensor, Tensor]: ...
+    def fetch(self, items: np.ndarray, flips: np.ndarray, /) -> tuple[Tensor, Tensor, Tensor]:
+        """Return stored latents, labels, and images for `encode`, given item indices, int64 [b], and flips, bool [b]."""
+        ...
 
-    def encode(self, images: Tensor, /) -> Tensor: ...
+    def encode(self, images: Tensor, /) -> Tensor:
+        """Return the encoder's patch tokens, (B, N, E)."""
+        ...
 
-    def observe(self, net: Callable[..., Tensor]) -> Callable[..., Tensor]: ...
+    def observe(self, net: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap the network, so that `loss` sees its tokens."""
+        ...
 
-    def loss(self, projector: Callable[[Tensor], Tensor], net: Callable[..., Tensor], patches: Tensor) -> Tensor: ...
+    def loss(self, projector: Callable[[Tensor], Tensor], net: Callable[..., Tensor], patches: Tensor) -> Tensor:
+        """Return the weighted loss, a scalar. `net` is the wrapped network, which was called with the latents of `patches`."""
+        ...
 
 
 class WeightAverage(Protocol):
@@ -67,4 +75,6 @@ class WeightAverage(Protocol):
     length: float
     hash: str
 
-    def load(self) -> dict[str, Tensor]: ...
+    def load(self) -> dict[str, Tensor]:
+        """Return the averaged weights by name."""
+        ...

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from common.errors import UserError
 from common.interfaces import Sampler
@@ -32,7 +32,7 @@ from configs.schema import (
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten, or_none
+from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -67,6 +67,12 @@ class ResolvedSampling(Sampling):
     autoencoder: AutoencoderSpec
     weights: Weights
     ema_length: EMALength | None
+
+
+def or_none(name: str, settings_class: type[Settings], **types: object) -> type[Settings]:
+    """Return a class `name` with the keys of another one, which may all be None. `types` replaces the types of some keys."""
+    hints = get_type_hints(settings_class, include_extras=True) | types
+    return create_model(name, __base__=Settings, **{key: (hints[key] | None, ...) for key in settings_class.model_fields})
 
 
 # The keys of groups that train.py has, too. None stands for the run's value. fid.py may list several values of two keys.

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from common.errors import UserError
 
@@ -36,12 +36,6 @@ OneOrMany = Annotated[
 
 def as_list(value: T | list[T]) -> list[T]:
     return value if isinstance(value, list) else [value]
-
-
-def or_none(name: str, settings_class: type[Settings], **types: object) -> type[Settings]:
-    """Return a class `name` with the keys of another one, which may all be None. `types` replaces the types of some keys."""
-    hints = get_type_hints(settings_class, include_extras=True) | types
-    return create_model(name, __base__=Settings, **{key: (hints[key] | None, ...) for key in settings_class.model_fields})
 
 
 def fill_missing(settings: S, values: Mapping[str, object]) -> S:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -52,7 +52,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
     run: str | None = None
     step: NonNegativeInt | None = None
     checkpoint: str | None = None
-    settings: dict[str, str | int | float | bool | None]
+    settings: dict[str, Any]
 
     @property
     def of_samples(self) -> bool:
@@ -65,7 +65,9 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
         The hash of the checkpoint identifies the weights. If the run evaluated itself, its step does, and images have none.
         """
-        return self.checkpoint or self.step, frozenset(comparable_settings(self.settings).items())
+        values = comparable_settings(self.settings).items()
+        hashable = ((name, json.dumps(value) if isinstance(value, (list, tuple, dict)) else value) for name, value in values)
+        return self.checkpoint or self.step, frozenset(hashable)
 
     def with_figures(
         self,
@@ -124,7 +126,7 @@ class Results:
         self.folder, self.run_folder, self._is_optional = folder, run_folder, is_optional
         self.file = folder / "results.jsonl"
         self._is_writable = True
-        self._version: tuple[int, int] | None = None  # size and time of results.jsonl when it was read last
+        self._version: tuple[int, ...] | None = None  # inode, size and time of results.jsonl when it was read last
         self._stored: list[EvaluationRecord] = []
         self._unstored: list[EvaluationRecord] = []  # records that could not be written
         self._by_key: dict[tuple, EvaluationRecord] = {}  # the first record of each evaluation
@@ -183,11 +185,12 @@ class Results:
         version = None
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
             status = os.fstat(f.fileno())  # NFS may remember an older state of a file that is not open
-            version = (status.st_size, status.st_mtime_ns)
+            version = (status.st_ino, status.st_size, status.st_mtime_ns)
         if version != self._version:
             log_level = logging.DEBUG if self._version else logging.WARNING  # warn once about lines that are not results
-            self._version, self._stored = version, read_records(self.file, log_level)
-            self._by_key = {record.key: record for record in reversed(self._stored + self._unstored)}
+            stored = read_records(self.file, log_level)
+            self._by_key = {record.key: record for record in reversed(stored + self._unstored)}
+            self._stored, self._version = stored, version  # last, because another thread may look up records meanwhile
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -285,11 +285,12 @@ def points_of_recipes(
     scoring: dict[str, object],
     output: str | None,
 ) -> list[FidPoint]:
-    """Return the point of each recipe, without points that measure the same.
+    """Return the point of each recipe, without points that measure the same. Check that their results can be written.
 
     Args:
         evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
+        output: Folder of the results, or None for the folders of the runs.
     """
     planned: dict[tuple, tuple[PlannedEvaluation, Recipe]] = {}  # by key, because intervals have no effect at cfg_scale=1
     for recipe in recipes:

@@ -416,6 +416,16 @@ def test_a_checkpoint_that_training_removes_after_its_verification_is_passed_ove
             find(tmp_path)
 
 
+def test_a_damaged_checkpoint_of_another_version_is_a_damaged_one(tmp_path):
+    first, newest = save(tmp_path, 1), save(tmp_path, 2)
+    (newest / "config.yaml").write_text("format: 2\n")
+    renew_manifest(newest)
+    (newest / "ema.safetensors").write_bytes(b"")
+    found, damaged = find_newest(tmp_path)
+    assert found.path == first and [checkpoint.path for checkpoint in damaged] == [newest]
+    assert [found.path for found in find_all(tmp_path)] == [first]
+
+
 def test_a_sweep_over_checkpoints_leaves_out_damaged_ones(tmp_path, caplog):
     save(tmp_path, 1, 2, 3)
     for step in (1, 2):

@@ -22,6 +22,7 @@ from checkpoints.checkpoint import Checkpoint
 from common.errors import UserError
 from common.files import append_line, lock_file
 from configs import schema
+from evaluations import record as record_module
 from evaluations.classifiers import SmallNet
 from evaluations.images import open_images, write_npz
 from evaluations.metrics import standard_error
@@ -300,6 +301,31 @@ def test_results_that_another_process_replaces_by_as_many_bytes_are_read_again(t
     os.utime(results.file, ns=(0, 1))  # some file systems store the time of a change in steps of milliseconds
     assert results.file.stat().st_size == size
     assert results.records == [second] and results.find(wanted(second)) == second and results.find(wanted(first)) is None
+
+
+def test_a_thread_finds_a_record_while_another_thread_reads_the_file_again(tmp_path, monkeypatch):
+    """fid.py stores a record in a thread, while the main thread looks up the next one."""
+    first, second = record("a.npz", 1.0), record("b.npz", 2.0)
+    results, found, read_again = Results(tmp_path), [], record_module.read_records
+    results.add(first)
+    Results(tmp_path).add(second)
+
+    def read(*arguments):
+        if not found:
+            found.append(None)
+            found.append(results.find(wanted(second)))  # as the other thread
+        return read_again(*arguments)
+
+    monkeypatch.setattr(record_module, "read_records", read)
+    assert results.find(wanted(second)) == second and found == [None, second]
+
+
+def test_settings_that_are_lists_tell_evaluations_apart(tmp_path):
+    """So somebody's own sampler can have such a setting."""
+    stored = record("a.npz", 1.0, timesteps=[1, 2])
+    Results(tmp_path).add(stored)
+    assert Results(tmp_path).find(record("a.npz", 0.0, timesteps=(1, 2))) == stored
+    assert Results(tmp_path).find(record("a.npz", 0.0, timesteps=[1, 3])) is None
 
 
 def test_usual_values_compare_as_if_they_were_missing(tmp_path):

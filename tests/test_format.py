@@ -145,7 +145,7 @@ def test_a_stored_run_resumes_with_its_weights_and_repeats_its_last_steps(stored
     again = read_records(stored / "evaluations" / "results.jsonl")
     assert sorted((r.step, r.checkpoint or "") for r in again) == sorted((r.step, r.checkpoint or "") for r in evaluations)
     for record in again:
-        (same,) = (r for r in evaluations if r.key == record.key)
+        (same,) = (r for r in evaluations if (r.step, r.key) == (record.step, record.key))
         assert record.metrics.keys() == same.metrics.keys()
         for name in {"fd_digits", "validation_loss"} & record.metrics.keys():  # the others are fractions of 20 images
             assert record.metrics[name] == pytest.approx(same.metrics[name], rel=1e-2)

@@ -36,7 +36,7 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training.data import complete_lengths
 from training.hooks import SampleGridHook
-from training.start import begin_first_step
+from training.start import begin_new_run
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
@@ -408,14 +408,18 @@ def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
     assert (run / ".has_saved").exists()
 
 
-@pytest.mark.parametrize("left", [["checkpoints", "metrics.jsonl"], ["metrics.jsonl"]])
-def test_a_new_run_that_another_process_has_trained_meanwhile_is_refused(train, tmp_path, left):
-    start, run = decide_start(folder := RunFolder(str(tmp_path), "run"), checked(TINY)), train("run", "train.num_steps=1")
-    for name in {"checkpoints", "metrics.jsonl"}.difference(left):
-        shutil.rmtree(run / name)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="another process has trained .*run meanwhile; run the same command again"):
-        begin_first_step(folder, start)
+# The lock of a folder that is there keeps other trainers out, but not copies of runs, which have checkpoints.
+@pytest.mark.parametrize(("is_there", "gone"), [(False, ""), (False, "checkpoints"), (False, "metrics.jsonl"), (True, "")])
+def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, is_there, gone):
+    run = RunFolder(str(tmp_path), "run")
+    if is_there:
+        run.path.mkdir()
+    start = decide_start(run, checked(TINY))
+    assert start.kind == "new" and run.is_open == is_there
+    shutil.copytree(whole, run.path, dirs_exist_ok=True, ignore=lambda folder, names: [gone] if gone else [])
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(UserError, match="another process has trained .*run meanwhile, .*; run the same command again"):
+        begin_new_run(run, start)
     assert {path: path.read_bytes() for path in before} == before
 
 

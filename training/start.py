@@ -27,10 +27,10 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
-    Raises UserError if the disk has no room for a checkpoint, or if another process has trained a new run meanwhile.
+    Raises UserError if the disk has no room for a checkpoint, or if a new run's folder has been filled meanwhile.
     """
-    if start.kind == "first":
-        begin_first_step(run, start)
+    if start.kind == "new":
+        begin_new_run(run, start)
     else:
         run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     if start.kind == "complete":
@@ -47,12 +47,12 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
         log_training(trainer)
 
 
-def begin_first_step(run: RunFolder, start: RunStart) -> None:
+def begin_new_run(run: RunFolder, start: RunStart) -> None:
     """Create the folder of a new run, or rename what it holds of another run."""
-    if not run.is_open:  # it did not exist when `decide_start` looked
-        run.open()
-        if run.has_results() or store.list_steps(run.checkpoints):
-            raise UserError(f"another process has trained {run.path} meanwhile; run the same command again")
+    was_open = run.is_open  # otherwise, the folder did not exist when `decide_start` looked
+    run.open()
+    if store.list_steps(run.checkpoints) or (not was_open and run.has_results()):
+        raise UserError(f"another process has trained {run.path} meanwhile, or copied a run there; run the same command again")
     if start.renames:
         run.rename_results(start.renames)
     run.saved_mark.unlink(missing_ok=True)

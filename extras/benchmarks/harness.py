@@ -145,7 +145,7 @@ def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, obj
     """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
-    start = describe_start(accelerator, 0, RunStart("first"))
+    start = describe_start(accelerator, 0, RunStart("new"))
     start["command"] = start["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
     header = [f"- {key}: {value}" for key, value in start.items() if key not in ("step", "resumed")]
     columns = list(dict.fromkeys(key for record in records for key in record))
