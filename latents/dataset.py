@@ -85,7 +85,7 @@ class LatentDataset:
         self.path = Path(path)
         if not self.path.exists():
             raise UserError(f"{self.path} does not exist")
-        self.files = [self.path] if self.path.is_file() else shard_files(self.path)
+        self.files = shard_files(self.path)
         self.manifest = read_manifest(self.path)
         if not self.files:
             raise UserError(f"{self.path} holds no latent shards (*.safetensors); make them with encode or convert")

@@ -181,9 +181,11 @@ def _check_tensors(file: Path, info: ShardInfo, shard: dict[str, Tensor]) -> Non
     require("images" not in shard or len(shard.get("image_offsets", ())) == len(labels) + 1, "image_offsets [M + 1] of images")
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """List the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated shards."""
-    return sorted(regular_file(f) for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+def shard_files(path: Path) -> list[Path]:
+    """List a single shard, or the shards of a folder in sorted order. Skip hidden files, which are incomplete or outdated."""
+    if path.is_file():
+        return [path]
+    return sorted(regular_file(f) for f in path.glob("*.safetensors") if not f.name.startswith("."))
 
 
 class _AllowsExtra(pydantic.BaseModel):

@@ -214,7 +214,7 @@ class LightningDiTFolder(LatentSource):
     def _open(self) -> None:
         self.items = []
         labels: list[np.ndarray] = []
-        for file in [self.path] if self.path.is_file() else shard_files(self.path):
+        for file in shard_files(self.path):
             with as_user_error(file), safe_open(regular_file(file), framework="pt") as f:
                 if "about" in (f.metadata() or {}):
                     raise UserError(f"{file} is a native shard, which training reads as it is")
