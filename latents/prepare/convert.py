@@ -50,11 +50,10 @@ def convert(cfg: ConvertConfig) -> None:
     info, scale = resolve_shard_info(source, cfg)
     log.info("%s; stored values are divided by %g. Check the result with `inspect`", info, scale)
     settings = {"command": "convert", "format": type(source).__name__, **asdict(info), "scale": scale}
-    settings |= {"normalize": cfg.normalize, "keep_images": cfg.keep_images}
+    settings |= {name: getattr(cfg, name) for name in ("normalize", "keep_images", "shard_size", "dtype")}
     read_jpeg = source.open_jpegs(info.resolution) if cfg.keep_images == "jpeg" else None
-    items_hash, num_items = source.hash(), len(source.labels)
-    shard_size, dtype = cfg.shard_size, cfg.dtype
-    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", num_items, shard_size, dtype)
+    items_hash = source.hash()
+    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", len(source.labels))
     for shard in progress_bar(folder.missing, unit="shards"):
         tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}

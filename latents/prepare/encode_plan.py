@@ -133,7 +133,7 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    folder = ShardFolder(cfg.output, info, settings, images.hash, len(images), cfg.shard_size, cfg.dtype)
+    folder = ShardFolder(cfg.output, info, settings, images.hash, len(images))
     read_image = image_reader(images, cfg)
     outdated: dict[Path, str] = {}
     unreadable: list[dict] = []

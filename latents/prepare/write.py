@@ -63,11 +63,11 @@ class ShardFolder:
     Args:
         output: Folder for the shards.
         info: Header of the shards.
-        settings: All settings that affect the latents, in JSON types. Resuming requires identical settings.
+        settings: All settings that affect the shards, among them `shard_size` (items per shard) and `dtype` (of the stored
+            latents). Resuming requires identical settings.
         hash_items: Function (start, stop) that hashes items start .. stop - 1. If the hash of a finished shard's items
             changes, the shard must be made again. If all hashes change, the folder holds another data set.
-        num_items, shard_size: Number of items, in total and per shard.
-        dtype: Data type of the stored latents.
+        num_items: Number of items.
 
     Attributes:
         shards: All planned shards.
@@ -78,22 +78,13 @@ class ShardFolder:
         UserError: If the folder contains a different data set, or a shard that another program wrote.
     """
 
-    def __init__(
-        self,
-        output: str,
-        info: ShardInfo,
-        settings: dict,
-        hash_items: Callable[[int, int], str],
-        num_items: int,
-        shard_size: int,
-        dtype: Dtype,
-    ):
+    def __init__(self, output: str, info: ShardInfo, settings: dict, hash_items: Callable[[int, int], str], num_items: int):
         self.output = Path(output)
         self.info = info
-        self.settings: dict = json.loads(json.dumps({**settings, "shard_size": shard_size, "dtype": dtype}))
+        self.settings: dict = json.loads(json.dumps(settings))  # in JSON types, as those in the shards
         self.shards: list[PlannedShard] = []
-        for number, start in enumerate(range(0, num_items, shard_size)):
-            stop = min(start + shard_size, num_items)
+        for number, start in enumerate(range(0, num_items, settings["shard_size"])):
+            stop = min(start + settings["shard_size"], num_items)
             file = self.output / f"latents_{number:05d}.safetensors"
             self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
         self._planned = {(shard.file, shard.items_hash): shard for shard in self.shards}
