@@ -22,7 +22,6 @@ from extras.benchmarks.harness import measure_kernels_ms, report, time_ms
 from runtime import machine as machine_settings
 from runtime.compilation import compile_network, resolve_compile
 from runtime.cuda_graph import CUDAGraph
-from runtime.processes import destroy_process_groups
 
 LR, BETAS, EPS, EMA_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.9999
 # How often `machine` repeats each of its operations.
@@ -33,11 +32,6 @@ NUM_PYTHON_ADDITIONS = 10**7
 
 def _start() -> Accelerator:
     return machine_settings.start_accelerator(None, precision="bf16")
-
-
-def _report(title: str, accelerator: Accelerator, records: list[dict[str, object]]) -> None:
-    report(title, accelerator, records)
-    destroy_process_groups()
 
 
 def _measure_call(action: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
@@ -88,7 +82,7 @@ def machine() -> None:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
         record["CPU"] = names[0] if names else ""
-    _report("Machine", accelerator, [record])
+    report("Machine", accelerator, [record])
 
 
 def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
@@ -124,7 +118,7 @@ def update(backbone: str = "DiT-XL/2", repeats: PositiveInt = 20) -> None:
         time_ms(action, 1, device)
         first_sec = time.perf_counter() - start_sec
         records.append({"variant": name, "first call s": first_sec} | _measure_call(action, device, repeats))
-    _report("Update of the weights and their average", accelerator, records)
+    report("Update of the weights and their average", accelerator, records)
 
 
 def update_in_one_pass(
@@ -168,7 +162,7 @@ def attention(batch_size: PositiveInt = 32, repeats: PositiveInt = 20) -> None:
             except RuntimeError as e:  # the kernel does not support these sizes
                 record["error"] = first_line(e)
             records.append(record)
-    _report("Attention", accelerator, records)
+    report("Attention", accelerator, records)
 
 
 def denoiser(
@@ -194,4 +188,4 @@ def denoiser(
             if device.type == "cuda":
                 record["ms as a graph"] = float(np.median(time_ms(_capture(call, device), repeats, device, 3)))
             records.append(record)
-    _report("Denoiser", accelerator, records)
+    report("Denoiser", accelerator, records)

@@ -23,7 +23,6 @@ from configs import schema
 from extras.benchmarks.harness import TimedVariant, measure, report, time_ms
 from latents.shards import ShardInfo, write_shard
 from runtime import compilation, machine
-from runtime.processes import destroy_process_groups
 from training import build
 from training.data import complete_config, open_training_latents
 from training.trainer import Trainer
@@ -96,7 +95,6 @@ def step(
         builders = {variant or "as given": partial(build_step, accelerator, cfg) for variant, cfg in cfgs.items()}
         records = measure(builders, accelerator.device, rounds, steps, warmup, turns and Path(turns))
         report("Step", accelerator, records)
-    destroy_process_groups()
     return records
 
 
@@ -122,4 +120,3 @@ def profile(variants: list[str] = ("",), overrides: list[str] = (), steps: Posit
             sys.stdout.flush()  # printed even if the next variant is stopped
             del variant_step
             gc.collect()
-    destroy_process_groups()
