@@ -54,7 +54,7 @@ SEEDS = range(10, 18)
 PARTS = {"early": 1, "half": 5, "full": 10}  # evaluated checkpoints, in tenths of the steps
 TIMES = ("half", "full")
 DENSE_STEP_SEC = 0.6572  # on one CPU thread, by the measurement of the rule
-CHOOSING, COMPARING = (0, 500), (2000, 2000)  # first sampling seed, and number of samples
+CHOOSING, COMPARING = (0, 500), (2000, 2000)  # the samples of an evaluation: first sampling seed, and their number
 SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
 NUM_LEVELS = 12  # noise levels of the sampler
 WEIGHTS = (1.25, 1.5, 2.0, 3.0)
@@ -89,7 +89,7 @@ ARMS = {
     "dense-46": Arm("fashion_dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
 }
 PRIMARY = ("dense", "routed")  # arms that the primary outcomes compare
-Planned = tuple[str, str, float, int]  # an evaluation of a run: time, guidance, scale, first sampling seed
+Planned = tuple[str, str, float, tuple[int, int]]  # an evaluation of a run: time, guidance, scale, CHOOSING or COMPARING
 Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 
@@ -131,13 +131,13 @@ def guided(
 
 def plan_choosing(lines: list[dict], arm: str) -> list[Planned]:
     """Return the evaluations that choose the scales: at half and full time, at every scale of every guidance."""
-    return [(t, name, scale, CHOOSING[0]) for t, name in product(TIMES, ARMS[arm].guidances) for scale in GUIDANCES[name][1]]
+    return [(t, name, scale, CHOOSING) for t, name in product(TIMES, ARMS[arm].guidances) for scale in GUIDANCES[name][1]]
 
 
 def plan_comparing(lines: list[dict], arm: str) -> list[Planned]:
     """Return the evaluations of the comparison: at half and full time, unguided and at the chosen scale of every guidance."""
-    chosen = [(time, name, scale, COMPARING[0]) for time in TIMES for name, (scale, _) in choose_scales(lines, arm, time).items()]
-    return [*((time, "none", 1.0, COMPARING[0]) for time in TIMES), *chosen]
+    chosen = [(time, name, scale, COMPARING) for time in TIMES for name, (scale, _) in choose_scales(lines, arm, time).items()]
+    return [*((time, "none", 1.0, COMPARING) for time in TIMES), *chosen]
 
 
 def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[float, float]]:
@@ -145,23 +145,17 @@ def choose_scales(lines: list[dict], arm: str, time: str) -> dict[str, tuple[flo
     means: dict[str, dict[float, float]] = {}
     for name in ARMS[arm].guidances:
         for scale in GUIDANCES[name][1]:
-            if found := values_at(lines, arm, time, name, scale, CHOOSING[0]):
+            if found := values_at(lines, arm, time, name, scale, CHOOSING):
                 means.setdefault(name, {})[scale] = fmean(map(log, found.values()))
     return {name: min(scales.items(), key=lambda item: item[1]) for name, scales in means.items()}
 
 
-def num_samples_from(first_seed: int) -> int:
-    """Return the number of samples of evaluations with this first sampling seed."""
-    return dict((CHOOSING, COMPARING))[first_seed]
-
-
 def values_at(
-    lines: list[dict], arm: str, time: str, guidance: str, scale: float, first_seed: int, metric: str = DISTANCE
+    lines: list[dict], arm: str, time: str, guidance: str, scale: float, samples: tuple[int, int], metric: str = DISTANCE
 ) -> dict[int, float]:
     """Return a metric of samples by training seed."""
-    wanted = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
-    wanted["num_samples"] = num_samples_from(first_seed)  # other evaluations of these runs do not count
-    return find_values(lines, metric, **wanted)
+    evaluation = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale}
+    return find_values(lines, metric, **evaluation, first_seed=samples[0], num_samples=samples[1])
 
 
 def unrecorded(lines: list[dict], arm: str, seed: int, planned: list[Planned]) -> list[Planned]:
@@ -183,13 +177,13 @@ def command(
     folders = {part: runs / name / "checkpoints" / store.folder_name(own.step(part)) for part in PARTS}
     evaluations = []
     scales_of: dict[tuple, list[float]] = {}
-    for time, guidance, scale, first_seed in planned:
-        scales_of.setdefault((time, guidance, first_seed), []).append(scale)
-    for (time, guidance, first_seed), scales in scales_of.items():
+    for time, guidance, scale, samples in planned:
+        scales_of.setdefault((time, guidance, samples), []).append(scale)
+    for (time, guidance, samples), scales in scales_of.items():
         key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
         evaluations.append([
             f"checkpoint={folders[time]}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
-            f"evaluation.num_samples={num_samples_from(first_seed)}", f"evaluation.first_seed={first_seed}",
+            f"evaluation.num_samples={samples[1]}", f"evaluation.first_seed={samples[0]}",
             f"sampler.num_steps={NUM_LEVELS}", "sampling.batch_size=100", "evaluation.reference=references/fashion.npz",
             "machine.tf32=false", "machine.compile=none", "machine.cpu_threads=1", *fid_overrides,
         ])  # fmt: skip
@@ -364,7 +358,7 @@ def show_guided(lines: list[dict]) -> None:
         best = choose_scales(lines, arm, time)
         lowest = min((mean for _, mean in best.values()), default=None)
         for name, (chosen, mean) in best.items():
-            found = {scale: [*values_at(lines, arm, time, name, scale, CHOOSING[0]).values()] for scale in GUIDANCES[name][1]}
+            found = {scale: [*values_at(lines, arm, time, name, scale, CHOOSING).values()] for scale in GUIDANCES[name][1]}
             marks = {scale: "**" * (scale == chosen) for scale in found}
             cells = [f"{marks[x]}{x:g}: {mean_text(DISTANCE, values)}{marks[x]}" for x, values in found.items() if values]
             rows.append([arm, time, name + " (best)" * (mean == lowest), str(max(map(len, found.values()))), ", ".join(cells)])
@@ -372,8 +366,8 @@ def show_guided(lines: list[dict]) -> None:
 
     rows = []
     for arm, time in product(arms, TIMES):
-        for _, name, scale, first_seed in [planned for planned in plan_comparing(lines, arm) if planned[0] == time]:
-            found = [[*values_at(lines, arm, time, name, scale, first_seed, metric).values()] for metric in NAMES]
+        for _, name, scale, samples in [planned for planned in plan_comparing(lines, arm) if planned[0] == time]:
+            found = [[*values_at(lines, arm, time, name, scale, samples, metric).values()] for metric in NAMES]
             if found[0]:
                 rows.append([arm, time, name, f"{scale:g}", str(len(found[0])), *map(mean_text, NAMES, found)])
     print_table(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
@@ -415,7 +409,7 @@ def compared_values(lines: list[dict], arm: str, time: str, guidance: str = "bes
     if guidance == "best":
         guidance = min(scales, key=lambda name: scales[name][1], default="none")
     scale = 1.0 if guidance == "none" else scales.get(guidance, (1.0, 0.0))[0]
-    return values_at(lines, arm, time, guidance, scale, COMPARING[0], metric)
+    return values_at(lines, arm, time, guidance, scale, COMPARING, metric)
 
 
 def draw_guided(lines: list[dict], folder: Path) -> None:

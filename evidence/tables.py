@@ -184,21 +184,21 @@ def show_together(by_rate: list[dict], in_equal_time: list[dict]) -> None:
     columns = ["learning rate", "seeds", "routed / dense by step", "before", "after", "after / before"]
     print_table(columns, rows)
 
-    def at_chosen_scale(arm: str, time: str, guidance: str, first_seed: int) -> dict[int, float]:
+    def at_chosen_scale(arm: str, time: str, guidance: str, samples: tuple[int, int]) -> dict[int, float]:
         scale = choose_scales(in_equal_time, arm, time)[guidance][0]
-        return values_at(in_equal_time, arm, time, guidance, scale, first_seed)
+        return values_at(in_equal_time, arm, time, guidance, scale, samples)
 
     rows, full = [], {}
     compared = ("autoguidance", "half"), ("autoguidance", "full"), ("cfg", "full")
-    for (guidance, time), (first_seed, num_samples) in product(compared, (CHOOSING, COMPARING)):
-        routed, dense = (at_chosen_scale(arm, time, guidance, first_seed) for arm in ("routed", "dense"))
+    for (guidance, time), samples in product(compared, (CHOOSING, COMPARING)):
+        routed, dense = (at_chosen_scale(arm, time, guidance, samples) for arm in ("routed", "dense"))
         ratio = {seed: log(routed[seed] / dense[seed]) for seed in routed}
-        full[guidance, time, first_seed] = list(ratio.values())
+        full[guidance, time, samples] = list(ratio.values())
         texts = [
             Contrast.of([(1, [*kept])]).text(as_ratio) for kept in (ratio.values(), [x for s, x in ratio.items() if s != 10])
         ]
-        rows.append([f"{guidance}, {time} time", f"{num_samples:,}", *texts])
-    shift = Contrast.of([paired(*(full["autoguidance", "full", first_seed] for first_seed, _ in (COMPARING, CHOOSING)))])
+        rows.append([f"{guidance}, {time} time", f"{samples[1]:,}", *texts])
+    shift = Contrast.of([paired(*(full["autoguidance", "full", samples] for samples in (COMPARING, CHOOSING)))])
     rows.append(["autoguidance, full time", "2,000 / 500", shift.text(as_ratio), ""])
     print_table(["equal time, chosen scales", "samples", "routed / dense", "without seed 10"], rows)
 

@@ -163,9 +163,9 @@ def test_a_failed_secondary_run_does_not_stop_the_primary_comparisons(prepared, 
 
     def evaluations_of(arm, seed):
         for planned in (plan_choosing([], arm), plan_comparing(done, arm)):
-            for time, guidance, scale, first_seed in planned:
+            for time, guidance, scale, (first_seed, num_samples) in planned:
                 line = {"arm": arm, "seed": seed, "step": guided.ARMS[arm].step(time), "guidance": guidance, "scale": scale}
-                yield line | {"first_seed": first_seed, "num_samples": 20, "metrics": dict.fromkeys(NAMES, 1.0)}
+                yield line | {"first_seed": first_seed, "num_samples": num_samples, "metrics": dict.fromkeys(NAMES, 1.0)}
 
     done = []
     monkeypatch.setattr(guided, "run_all", run_but_one)
@@ -206,23 +206,23 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
     lines, seeds = [], (10, 11, 12)
     noise = {seed: [0.0, 0.1, 0.3][seed - 10] for seed in seeds}  # shared by the arms of a seed
 
-    def add(arm, time, guidance, scale, first_seed, logs):
-        about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale, "first_seed": first_seed}
-        about["num_samples"] = dict((CHOOSING, COMPARING))[first_seed]
+    def add(arm, time, guidance, scale, samples, logs):
+        about = {"arm": arm, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale}
+        about |= {"first_seed": samples[0], "num_samples": samples[1]}
         for seed, value in zip(seeds, logs):
             lines.append(about | {"seed": seed, "metrics": dict.fromkeys(NAMES, math.exp(value + noise[seed]))})
 
     lowest = {"cfg": (2.0, 0.5), "autoguidance": (3.0, 0.6), "sparse": (1.5, 0.4), "sparse, early": (1.25, 0.3)}
     full, half = (0.20, 0.21, 0.24), (0.0, 0.02, 0.01)  # routed - dense, each at its best guidance
     for arm in ("dense", "routed", "dense-46"):
-        for time, name, scale, first in plan_choosing([], arm):
-            add(arm, time, name, scale, first, [lowest[name][1] + (scale - lowest[name][0]) ** 2] * 3)
+        for time, name, scale, samples in plan_choosing([], arm):
+            add(arm, time, name, scale, samples, [lowest[name][1] + (scale - lowest[name][0]) ** 2] * 3)
         for time in ("half", "full"):
-            add(arm, time, "none", 1.0, COMPARING[0], [2.0] * 3)
+            add(arm, time, "none", 1.0, COMPARING, [2.0] * 3)
             for name in ARMS[arm].guidances:
                 own = {"half": half, "full": full}[time] if (arm, name) == ("routed", "sparse, early") else (0, 0, 0)
-                add(arm, time, name, lowest[name][0], COMPARING[0], own)
-                add(arm, time, name, 99.0, COMPARING[0], [-5.0] * 3)  # a scale that was not chosen
+                add(arm, time, name, lowest[name][0], COMPARING, own)
+                add(arm, time, name, 99.0, COMPARING, [-5.0] * 3)  # a scale that was not chosen
     show_guided(lines)
     text = capsys.readouterr().out
     assert "| routed | full | sparse, early (best) | 3 | **1.25: " in text and "| dense | half | cfg (best) | 3 | 1.5: " in text
@@ -243,10 +243,9 @@ def test_scales_are_chosen_on_other_samples_and_outcomes_are_paired_by_seed(caps
 def seed_lines(arm, seed, best_scale=2.0, num_compared=None):
     """Return all lines of a run for the comparison, or the first `num_compared` of its fresh evaluations."""
 
-    def line(time, guidance, scale, first_seed, value):
+    def line(time, guidance, scale, samples, value):
         about = {"arm": arm, "seed": seed, "step": ARMS[arm].step(time), "guidance": guidance, "scale": scale}
-        samples = {"first_seed": first_seed, "num_samples": dict((CHOOSING, COMPARING))[first_seed]}
-        return about | samples | {"metrics": dict.fromkeys(NAMES, value)}
+        return about | {"first_seed": samples[0], "num_samples": samples[1], "metrics": dict.fromkeys(NAMES, value)}
 
     chosen = [line(*planned, 1.0 + (planned[2] != best_scale)) for planned in plan_choosing([], arm)]
     compared = plan_comparing(chosen, arm)[:num_compared]
