@@ -113,7 +113,8 @@ def import_weights(
     # Use float32, because the published scores also used float32.
     train = {"num_steps": max(step, 1), "precision": "fp32"}
     run = {"name": folder.name, "output_dir": str(folder.parent), "train": train, "sampling": {"autoencoder": autoencoder}}
-    cfg = build_config(kind, sizes | run)
+    composed = compose_overrides(["data=custom", *KINDS_OF_WEIGHTS[kind]])
+    cfg = parse_config(OmegaConf.merge(OmegaConf.to_container(composed), sizes | run), schema.TrainConfig)
     with torch.device("meta"):
         expected = cfg.model.build(cfg.data).state_dict()
     weights = [with_null_row(tensors, data["num_classes"]) for tensors in weights]
@@ -130,9 +131,3 @@ def import_weights(
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     null_class = "and a null class" if cfg.model.class_dropout else "without a null class"
     log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null_class, written)
-
-
-def build_config(kind: str, overrides: dict) -> schema.TrainConfig:
-    """Compose the run's configuration from our defaults, the published sampler and `overrides`. Later values take precedence."""
-    composed = compose_overrides(["data=custom", *KINDS_OF_WEIGHTS[kind]])
-    return parse_config(OmegaConf.merge(OmegaConf.to_container(composed), overrides), schema.TrainConfig)
