@@ -76,7 +76,7 @@ def main(cfg: TrainConfig) -> float | None:
         tracking.start(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
-    exit_code = end_run_after_signal(trainer.step, is_complete, trainer.is_signalled, trainer.stopped_by)
+    exit_code = end_run_after_signal(trainer.stop, trainer.step, is_complete)
     tracking.finish(accelerator)
     if exit_code is not None:
         sys.exit(exit_code)  # also ends a sweep

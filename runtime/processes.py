@@ -101,6 +101,18 @@ def gather_on_main(tensor: Tensor) -> list[Tensor]:
     return gathered or []
 
 
+def is_true_on_any(value: bool, timeout: timedelta) -> bool:
+    """Return on every process whether `value` is true on any of them.
+
+    Raises RuntimeError if a process has ended, or does not call this function within `timeout`.
+    """
+    if _group is None:
+        return value
+    result = torch.tensor([int(value)])
+    dist.all_reduce(result, dist.ReduceOp.MAX, group=_group, async_op=True).wait(timeout)
+    return bool(result.item())
+
+
 def check_same_job(arguments: Sequence[str]) -> None:
     """Check that all processes run the same job. A random sweeper may draw other values in each process."""
     if _group is None:

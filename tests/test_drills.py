@@ -192,7 +192,7 @@ def test_two_processes_save_the_same_step_whichever_is_signalled(ranks, inputs, 
     before = partial(at_call, partial(send, signal.SIGTERM), STEP, 3)
     for outcome in launch(tmp_path, arguments, 2, dict.fromkeys(ranks, before)):
         outcome.expect_code(0)
-    assert newest_step(tmp_path) in (3, 4, 5)  # the ranks agree one step after the signal
+    assert newest_step(tmp_path) in (3, 4)  # the ranks agree before each step
 
 
 def kill_wandb():

@@ -24,7 +24,7 @@ folder, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
-processes.WAIT_TIMEOUT = timedelta(seconds=60 if what == "wait" else 5)
+processes.WAIT_TIMEOUT = timedelta(seconds=5 if what == "barrier" else 60)
 processes.init_gloo_group(2)
 
 def slow(is_here):
@@ -51,15 +51,14 @@ if what == "wait":
 else:
     stop_module.STOP_TIMEOUT = timedelta(seconds=6)
     stop = stop_module.StopSignal()
-    stop.poll_now()
+    stop.poll()
     if rank == 1:
         time.sleep(14)
         sys.exit()
-    for wait in (stop.poll_now, processes.barrier):
-        try:
-            wait()
-        except (UserError, RuntimeError) as e:
-            found.append(str(e))
+    try:
+        stop.poll() if what == "stop" else processes.barrier()
+    except (UserError, RuntimeError) as e:
+        found.append(str(e))
 with open(f"{folder}/{rank}.json", "w") as f:
     json.dump(found, f)
 """
@@ -106,12 +105,14 @@ def run(tmp_path):
     """Fixture: run(what) returns what each process found."""
 
     def both(what):
-        (tmp_path / "script.py").write_text(SCRIPT)
-        arguments = [str(tmp_path / "script.py"), str(tmp_path), what]
-        processes = [Command(tmp_path, [*arguments, str(rank)], LOCAL_RANK=str(rank)) for rank in (0, 1)]
+        folder = tmp_path / what
+        folder.mkdir()
+        (folder / "script.py").write_text(SCRIPT)
+        arguments = [str(folder / "script.py"), str(folder), what]
+        processes = [Command(folder, [*arguments, str(rank)], LOCAL_RANK=str(rank)) for rank in (0, 1)]
         for process in processes:
             process.finish().expect_code(0)
-        return [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+        return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
     return both
 
@@ -139,6 +140,7 @@ def test_the_other_processes_get_an_error_of_the_main_process_in_the_cache_of_a_
 
 
 def test_the_wait_for_a_process_that_hangs_ends_with_an_error(run):
-    ((at_a_stop, alone),) = run("hang")
+    ((at_a_stop,),) = run("stop")
     assert at_a_stop.startswith("another process has ended, or has not answered for 0.1 minutes; run the same command to resume")
+    ((alone,),) = run("barrier")
     assert "Rank 1 failed to pass monitoredBarrier in 5000 ms" in alone

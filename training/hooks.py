@@ -73,7 +73,7 @@ class SampleGridHook(Hook):
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
         images = []  # filled only on the main process
-        for start in until_stopped(bar, trainer.stop.poll_now):
+        for start in until_stopped(bar, trainer.stop.poll):
             batch = slice(start, start + size)
             sampled = keep_on_main(partial(self.image_sampler, seeds[batch], labels[batch]))
             images.extend([] if sampled is None else sampled)
@@ -154,4 +154,4 @@ class SampleEvaluationHook(EvaluationHook):
         return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
 
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
-        return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll_now)[0]
+        return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll)[0]

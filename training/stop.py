@@ -11,9 +11,6 @@ import sys
 import time
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
 from cli.hydra_launchers import submitit_executor
 from common.errors import UserError
 from runtime import processes
@@ -33,37 +30,24 @@ PR_SET_PDEATHSIG = 1  # defined in linux/prctl.h
 _PARENT = os.getppid()  # read at import time, because the launcher may exit before training starts
 
 
-def end_run_after_signal(step: int, is_complete: bool, is_signalled: bool, signum: int | None) -> int | None:
+def end_run_after_signal(stop: StopSignal, step: int, is_complete: bool) -> int | None:
     """End a run that a signal stopped. Return the exit code of the command, or None if it returns the metric of its run.
 
-    The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error. `signum` is the signal that this
-    process received, and `is_signalled` tells whether any process received one.
-
-    | run complete | signal | submitit's job | log                  | then                                                    |
-    |--------------|--------|----------------|----------------------|---------------------------------------------------------|
-    | no           | yes    | no             | stopped after step   | exit code                                               |
-    | no           | yes    | yes            | stopped after step   | Slurm's kill, or submitit's handler, or the exit code   |
-    | yes          | yes    | no             | this run is complete | exit code                                               |
-    | yes          | yes    | yes            | none                 | metric, because other jobs have the sweep's other runs  |
-    | yes          | no     | either         | none                 | metric                                                  |
+    The exit code is 130 after Ctrl-C, and 0 after a cluster's signal, which is not an error. If a signal arrives during the last
+    save of a complete run, it ends the command, too, and so a sweep. In submitit's jobs, such a run returns its metric, because
+    other jobs have the sweep's other runs.
     """
-    if not is_complete:
-        log.warning("stopped after step %d as requested; run the same command to resume", step)
-        processes.destroy_process_groups()
-        wait_to_be_killed(signum)
-        call_previous_handler(signum)  # submitit's handler exits; wandb then uploads the rest, which can take long
-    elif is_signalled and not submitit_executor():
-        log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
-        processes.destroy_process_groups()
-    else:
+    if is_complete and (not stop.is_signalled or submitit_executor()):
         return None
-    return 128 + signal.SIGINT if signum == signal.SIGINT else 0
-
-
-def call_previous_handler(signum: int | None) -> None:
-    """Call the handler that a warning signal had before training. submitit's handler requeues the job and exits."""
-    if signum not in (None, *URGENT) and callable(handler := signal.getsignal(signum)):
-        handler(signum, None)
+    if is_complete:
+        log.warning("this run is complete at step %d; a signal ends the command, and so a sweep", step)
+    else:
+        log.warning("stopped after step %d as requested; run the same command to resume", step)
+    processes.destroy_process_groups()
+    if submitit_executor() and not is_complete:
+        wait_to_be_killed(stop.signum)
+        requeue_job(stop.signum)
+    return 128 + signal.SIGINT if stop.signum == signal.SIGINT else 0
 
 
 def wait_to_be_killed(signum: int | None) -> None:
@@ -76,28 +60,27 @@ def wait_to_be_killed(signum: int | None) -> None:
         time.sleep(STOP_TIMEOUT.total_seconds())
 
 
+def requeue_job(signum: int | None) -> None:
+    """After a warning signal, call submitit's handler, which requeues the job and exits."""
+    if signum not in (None, *URGENT) and callable(handler := signal.getsignal(signum)):
+        handler(signum, None)
+
+
 class StopSignal:
-    """A signal handler that tells every process consistently whether to stop training.
+    """Handlers of signals that ask training to stop, on which all processes agree.
 
-    The processes agree through all-reduces on the CPU, so every process must make the same calls in the same order:
-
-    1. After each step, all call `poll`. It waits for the all-reduce of the previous call and starts the next one. No process
-       waits for its accelerator, and all stop after the same step, which may be one step late.
-    2. Before each batch of a hook that samples or evaluates, all call `poll_now`, which waits for its own all-reduce.
-    3. After the last hook, all call `poll_now` again. No all-reduce is then left, and a signal during the last save counts.
-    4. `close` ends the agreement, also after an error on one process alone.
-
-    Python runs the handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
+    Python runs a handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
     one signal. On Linux, the process asks the kernel for a SIGRTMIN when the launcher that started the process exits.
+
+    Attributes:
+        signum: The first signal that this process received, or None.
+        is_signalled: Whether any process had received a signal at the last `poll`. It is equal on all processes.
     """
 
     def __init__(self):
-        self.signum: int | None = None  # the first signal that this process received
+        self.signum: int | None = None
+        self.is_signalled = False
         self._first_urgent_sec: float | None = None
-        self._group = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=STOP_TIMEOUT)
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
         # Do not handle warning signals that are ignored or that C code handles. For example, nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) not in (signal.SIG_IGN, None)]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
@@ -109,8 +92,7 @@ class StopSignal:
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum is None:
             self.signum = signum
-            name = signal.Signals(signum).name.replace("SIGRTMIN", "the launcher has ended")
-            log.info("%s: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once", name)
+            _print_request(signum)
         if signum in URGENT:
             now_sec = time.monotonic()
             self._first_urgent_sec = self._first_urgent_sec or now_sec
@@ -118,41 +100,30 @@ class StopSignal:
                 os._exit(128 + signum)
 
     def poll(self) -> bool:
-        """Return whether any process had received a signal at the previous call. A single process needs no previous call."""
-        is_signalled = self.signum is not None
-        if self._group is None:
-            return is_signalled
-        answer = self._wait_for_answer()
-        flag = torch.tensor([int(is_signalled)])
-        self._pending = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
-        return answer
+        """Wait for all processes, and return whether any has received a signal.
 
-    def poll_now(self) -> bool:
-        """Wait for all processes, and return whether any has received a signal."""
-        answer = self.poll()
-        return self._wait_for_answer() or answer
-
-    def _wait_for_answer(self) -> bool:
-        """Wait for the all-reduce of the last `poll`, and return its result, or False if there is none.
+        All processes must call this method at the same places: before each step, and in hooks that sample or evaluate before each
+        batch. The processes agree on the CPU, so none waits for its accelerator.
 
         Raises UserError if another process exited or did not call `poll` within STOP_TIMEOUT.
         """
-        if self._pending is None:
-            return False
-        work, flag = self._pending
-        self._pending = None
         try:
-            work.wait()
+            self.is_signalled = processes.is_true_on_any(self.signum is not None, STOP_TIMEOUT)
         except RuntimeError as e:
             message = f"another process has ended, or has not answered for {STOP_TIMEOUT / timedelta(minutes=1):g} minutes"
             raise UserError(f"{message}; run the same command to resume: {e}") from e
-        return bool(flag.item())
+        return self.is_signalled
 
     def close(self) -> None:
-        """Restore the previous signal handlers and free the process group. The runs of a sweep would use up the open files."""
+        """Restore the previous signal handlers."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        if self._group is not None:
-            with contextlib.suppress(Exception):  # another process may have ended
-                dist.destroy_process_group(self._group)
-            self._group = None
+
+
+def _print_request(signum: int) -> None:
+    """Print that training stops, on the main process. A signal may interrupt the logging of another message, so do not log."""
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(signum).name.replace("SIGRTMIN", "the launcher has ended")
+        text = f"\n{name}: stopping after this step, with a checkpoint; a second SIGTERM or Ctrl-C ends at once\n"
+        with contextlib.suppress(OSError):  # the run continues if stderr is closed
+            os.write(sys.stderr.fileno(), text.encode())

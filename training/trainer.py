@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.errors import Diverged
 from common.interfaces import TokenAlignment
-from common.interruption import Interrupted
+from common.interruption import Interrupted, until_stopped
 from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
@@ -105,10 +105,8 @@ class Trainer:
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_meter: The diffusion loss and, with alignment, the alignment loss since the last metrics line.
         train_sec: Training time since the last metrics line, without hooks.
-        stop: The `StopSignal` during training, and None otherwise.
+        stop: The `StopSignal`, since training began.
         bar: The progress bar, during training.
-        is_signalled: Whether any process received a signal during training. It is equal on all processes.
-        stopped_by: Number of the first signal that this process received during training, or None.
     """
 
     def __init__(
@@ -145,9 +143,6 @@ class Trainer:
         self.step = self.first_step = self.image_offset = 0
         self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
         self.train_sec = 0.0
-        self.stop: StopSignal | None = None
-        self.is_signalled = False
-        self.stopped_by: int | None = None
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
@@ -234,7 +229,6 @@ class Trainer:
         The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
         then saves a checkpoint. Raises UserError if the run has diverged or another process has ended.
         """
-        batches = self.batches()
         num_steps = self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
@@ -247,19 +241,14 @@ class Trainer:
             is_complete = False
             with contextlib.suppress(Interrupted):
                 self._call_hooks()  # a signal may have interrupted hooks at this step
-                while self.step < num_steps:
-                    self.train_step(next(batches))
+                for micro_batches in until_stopped(self.batches(), self.stop.poll):
+                    self.train_step(micro_batches)
                     self.bar.update()
-                    should_stop = self.stop.poll()
                     self._call_hooks()
-                    if should_stop and self.step < num_steps:
-                        raise Interrupted
                 is_complete = True
             for hook in self.hooks:
                 hook.finish(self)
-            self.is_signalled = self.stop.poll_now()  # also by a signal during the last save
-            self.stopped_by = self.stop.signum
-        self.stop = None  # free the process group here, because garbage collection may run in another thread
+            self.stop.poll()  # a signal during the last save counts, too
         return is_complete
 
     def _due_hooks(self, step: int) -> list[Hook]:

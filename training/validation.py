@@ -72,7 +72,7 @@ class ValidationLossHook(EvaluationHook):
         starts = range(0, len(data), accelerator.num_processes * size)
         bar = progress_bar(starts, desc="validation", unit="batch", leave=False, disable=not accelerator.is_main_process)
         sums = torch.zeros(2, NUM_BINS, device=device)
-        for start in until_stopped(bar, trainer.stop.poll_now):
+        for start in until_stopped(bar, trainer.stop.poll):
             batch = start + accelerator.process_index * size + np.arange(size)
             items, is_counted = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
             stored, labels = (x.to(device) for x in data.fetch(items))
