@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from cli.hydra_errors import NO_ROW, explain_hydra_error, name_errors_of_omegaconf
-from cli.hydra_setup import compose_files, quote_non_ascii
+from cli.hydra_errors import NO_ROW, explain_hydra_error, explain_syntax_error, name_errors_of_omegaconf, one_line
+from cli.hydra_setup import CONFIGS, quote_non_ascii
 from common.errors import UserError
 from configs.schema import TrainConfig
 from configs.settings import S, flatten, has_interpolation, validate
@@ -19,9 +20,10 @@ from configs.settings import S, flatten, has_interpolation, validate
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
     """Compose configs/<config_name>.yaml with `overrides`, without resolving interpolations or validating values."""
     try:
-        return compose_files(config_name, overrides)
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra.compose(config_name, overrides=[*map(quote_non_ascii, overrides)])
     except (HydraException, ValueError) as e:  # model=3 raises ValueError
-        raise UserError(explain_hydra_error(e, overrides, config_name)) from e
+        raise UserError(explain_hydra_error(e, config_name)) from e
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), is_sweep: bool = False) -> S:
@@ -59,5 +61,4 @@ def parse_argument(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(quote_non_ascii(argument))
     except HydraException as e:
-        error = e if isinstance(e, OverrideParseException) else OverrideParseException(argument, str(e))
-        raise UserError(explain_hydra_error(error)) from e
+        raise UserError(explain_syntax_error(argument, one_line(e))) from e

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from cli.hydra_setup import CONFIGS, compose_files, row_names
+from cli.hydra_setup import CONFIGS, files_of, row_names
 from common.errors import UserError
-from configs.settings import GROUPS, did_you_mean, flatten
+from configs.settings import did_you_mean, flatten
 
 NO_ROW = "experiment=bases/... is only a part of rows; choose a row, a file in configs/experiment/ such as table2_dit_b2"
-# Packages whose errors concern the command line or a launcher's job, and have clear messages.
-PACKAGES_WITH_CLEAR_ERRORS = {"hydra", "hydra_plugins", "submitit", "joblib"}
 
 
-def message_for_user(error: Exception, config_name: str = "config") -> str | None:
-    """Return the message for the user that explains a user error, or None for any other error."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, (HydraException, OmegaConfBaseException)) or raising_package(error) in PACKAGES_WITH_CLEAR_ERRORS:
-        return explain_hydra_error(error, sys.argv[1:], config_name)
-    return None
-
-
-def raising_package(error: Exception) -> str:
-    """Return the package whose code raised an error. It is never OmegaConf, which works for Hydra or for our code."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = [module.partition(".")[0] for module in modules]
-    return next((package for package in reversed(packages) if package != "omegaconf"), "")
-
-
-def explain_hydra_error(error: Exception, arguments: Iterable[str] = (), config_name: str = "config") -> str:
-    """Return Hydra's error on one line, in other words if it is one of the usual mistakes."""
+def explain_hydra_error(error: Exception, config_name: str = "config") -> str:
+    """Return an error of Hydra or its plugins on one line, in other words if it is one of the usual mistakes."""
     text = one_line(error)
     if isinstance(error, OverrideParseException):
         return explain_syntax_error(error.override, text)
     if (key := unknown_key(error)) and not key.startswith("hydra."):
-        return explain_unknown_key(key, arguments, config_name)
-    if text.startswith("Multiple values for experiment") and any(one.startswith("+experiment=") for one in arguments):
+        return explain_unknown_key(key, config_name)
+    if text.startswith("Multiple values for experiment"):
         return "experiment is set already, by default to null: write experiment=... without +"
     if "In 'experiment/bases/" in text:  # its parts have other paths in a row
         return NO_ROW
@@ -56,7 +36,9 @@ def explain_hydra_error(error: Exception, arguments: Iterable[str] = (), config_
 
 def one_line(error: Exception) -> str:
     """Return the messages of an error and of its cause on one line, without the folders in which Hydra searched."""
-    return " ".join(f"{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
+    has_clear_message = isinstance(error, HydraException | OmegaConfBaseException) or type(error) is ValueError
+    name = "" if has_clear_message else f"{type(error).__name__}: "
+    return " ".join(f"{name}{error} {error.__cause__ or ''}".partition("Config search path")[0].split())
 
 
 def explain_syntax_error(argument: str, reason: str) -> str:
@@ -81,36 +63,32 @@ def unknown_key(error: Exception) -> str | None:
     return max(named[1], error.__cause__.full_key, key=len)
 
 
-def explain_unknown_key(unknown: str, arguments: Iterable[str], config_name: str) -> str:
+def explain_unknown_key(unknown: str, config_name: str) -> str:
     """Return the message for a key that is not in the configuration, with keys that the user may mean."""
-    group, _, key = unknown.partition(".")
-    methods = [name for name, keys in guidance_keys().items() if group == "guidance" and key in keys]
-    if methods:
-        return f"{unknown} is a key of guidance={' or '.join(methods)}; choose one of them in the command, too"
-    known = known_keys(arguments, config_name)
-    groups = [known_key.partition(".")[0] for known_key in known]
+    known = choices_by_key(config_name)
+    if choices := known.get(unknown):
+        group, _, _ = choices[0].partition("=")
+        names = " or ".join(choice.removeprefix(f"{group}=") for choice in choices)
+        return f"{unknown} is a key of {group}={names}; choose {'one of them' if choices[1:] else 'it'} in the command, too"
+    groups = [key.partition(".")[0] for key in known]
     return f"{unknown} is not a key{did_you_mean(unknown, [*known, *groups])}"
 
 
-def guidance_keys() -> dict[str, list[str]]:
-    """Return the keys of each method of guidance, such as {"cfg": ["name", "cfg_scale", ...], ...}."""
-    return {file.stem: [*OmegaConf.load(file)] for file in sorted((CONFIGS / "guidance").glob("*.yaml"))}
+def choices_by_key(config_name: str) -> dict[str, list[str]]:
+    """Map each key of a command to the choices that have it, such as guidance.w to guidance=autoguidance and guidance=sparse.
 
-
-def known_keys(arguments: Iterable[str], config_name: str) -> list[str]:
-    """Return the dotted keys of a command with the groups that its arguments choose, and all keys of guidance and sampler.
-
-    The keys of these two groups depend on the method, and on the run's diffusion in sample.py and fid.py.
+    A key of no group, such as train.lr, has no choices.
     """
-    choice = re.compile(rf"({'|'.join(GROUPS)}|experiment)=[\w/]+")
-    choices = [match[0] for argument in arguments if (match := choice.match(argument))]  # model=dit of model=dit,tread
-    try:
-        keys = [*flatten(OmegaConf.to_container(compose_files(config_name, choices)))]
-    except (HydraException, ValueError):  # a choice that only --config-dir knows
-        keys = []
-    diffusions = [OmegaConf.load(file) for file in sorted((CONFIGS / "diffusion").glob("*.yaml"))]
-    keys += [f"guidance.{key}" for method_keys in guidance_keys().values() for key in method_keys]
-    return keys + [f"sampler.{key}" for diffusion in diffusions for key in diffusion.sampler]
+    choices: dict[str, list[str]] = {}
+    for file in files_of(config_name):
+        group = None if file.parent == CONFIGS else file.parent.name
+        is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
+        prefix = "" if group is None or is_global else f"{group}."
+        for key in flatten(OmegaConf.to_container(OmegaConf.load(file)), prefix):
+            is_of_run = key.startswith("diffusion.") and config_name in ("sample", "fid")  # they take the run's diffusion
+            if key.removeprefix(prefix) != "defaults" and not is_of_run:
+                choices.setdefault(key, []).extend([] if group is None else [f"{group}={file.stem}"])
+    return choices
 
 
 @contextlib.contextmanager

@@ -111,11 +111,3 @@ def choose_gpu(worker: int) -> None:
     # joblib replaces a worker that ended by one with a higher number.
     shared = f", maybe with another worker, for example if hydra.launcher.n_jobs is above {num_gpus}" if worker > num_gpus else ""
     log.info("this worker uses GPU %s%s", gpu, shared)
-
-
-def exit_code_of_job(code: str | int | None) -> str | int | None:
-    """Return the exit code of a job that a signal stopped. In a worker of joblib, it is not 0.
-
-    The sweep's process gets the worker's code, but no failure of another worker.
-    """
-    return code if joblib_worker() is None else code or 1

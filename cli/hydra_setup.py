@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from pathlib import Path
 
-import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,14 +15,17 @@ from common.files import REPOSITORY
 CONFIGS = REPOSITORY / "configs"
 
 
+def files_of(config_name: str) -> list[Path]:
+    """Return the YAML files with the keys of a command, without the rows. train.py also takes a user's own configuration."""
+    groups = ["sampling.yaml", "guidance/*.yaml", "diffusion/*.yaml"]
+    names = [f"{config_name}.yaml", *groups] if config_name in ("sample", "fid") else ["config.yaml", "*/*.yaml"]
+    return [file for name in names for file in sorted(CONFIGS.glob(name)) if file.parent.name != "experiment"]
+
+
 def help_text(config_name: str) -> str:
     """Return Hydra's template for --help: the script's docstring, and the YAML files, which explain every key."""
-    config_name = config_name if config_name in ("sample", "fid") else "config"  # train.py also takes files of the user's own
-    groups = {"config": ["*/*.yaml"]}.get(config_name, ["sampling.yaml", "guidance/*.yaml", "diffusion/*.yaml"])
-    files = [file for group in (f"{config_name}.yaml", *groups) for file in sorted(CONFIGS.glob(group))]
-    files = [file for file in files if file.parent.name != "experiment"]
-    keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files)
-    choices = "== Configuration groups ==\n$APP_CONFIG_GROUPS\n" if config_name == "config" else ""
+    keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files_of(config_name))
+    choices = "" if config_name in ("sample", "fid") else "== Configuration groups ==\n$APP_CONFIG_GROUPS\n"
     docstring = (sys.modules["__main__"].__doc__ or "").replace("$", "$$")  # Hydra fills in $NAME
     keys = keys.replace("$", "$$")
     return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
@@ -70,9 +72,3 @@ def quote_non_ascii(argument: str) -> str:
 def row_names() -> list[str]:
     """Return the names of all rows of the papers' tables, which are files in configs/experiment/."""
     return sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
-
-
-def compose_files(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose configs/<config_name>.yaml with `overrides`. Raises the errors of Hydra."""
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return hydra.compose(config_name, overrides=[*map(quote_non_ascii, overrides)])

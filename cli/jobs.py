@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime, env_override
@@ -14,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cli import hydra_launchers
 from cli.compose import parse_config
-from cli.hydra_errors import message_for_user
+from cli.hydra_errors import explain_hydra_error
 from cli.hydra_setup import quote_non_ascii
 from cli.print_errors import FULL_ERRORS, disconnect_processes, run_and_print_errors, wants_tracebacks
 from common.errors import Diverged, UserError, first_line
@@ -31,6 +30,8 @@ job_errors: list[Exception] = []
 def run_hydra(command: Callable[[], object], config_name: str) -> None:
     """Let Hydra run the jobs of a command, and print every user error as one line.
 
+    All errors of Hydra and of its plugins are user errors, because `run_job` keeps the errors of the jobs.
+
     Args:
         command: A function with the decorator `hydra.main`.
         config_name: The name of its file in configs/.
@@ -42,16 +43,20 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     job_errors.clear()  # from an earlier command in this process
 
     def run() -> None:
-        with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_launchers.python_path()}):
-            try:
+        try:
+            with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_launchers.python_path()}):
                 command()
-            except SystemExit as stop:  # after a signal
-                if stop.code or not job_errors:
-                    raise
+        except SystemExit as stop:  # after a signal
+            if stop.code or not job_errors:
+                raise
+        except (UserError, BrokenPipeError):  # of a job in another process; the reader of --help has ended
+            raise
+        except Exception as error:
+            raise UserError(explain_hydra_error(error, config_name)) from error
         if job_errors:
             raise job_errors[0]
 
-    run_and_print_errors(run, partial(message_for_user, config_name=config_name))
+    run_and_print_errors(run)
 
 
 def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
@@ -61,11 +66,10 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
     """
     log_to_stderr()
     hydra_cfg = HydraConfig.get()
-    overrides = job_overrides()
     is_sweep = hydra_cfg.mode == RunMode.MULTIRUN
     try:
         hydra_launchers.check_hydra_launcher(hydra_cfg, is_sweep)
-        settings = parse_config(cfg, settings_class, overrides, is_sweep=is_sweep)
+        settings = parse_config(cfg, settings_class, job_overrides(), is_sweep=is_sweep)
         if is_sweep:
             hydra_launchers.check_search(hydra_cfg, settings)
         metric = main(settings)
@@ -73,40 +77,40 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
             disconnect_processes()
         return metric
     except SystemExit as stop:  # after a signal
-        sys.exit(hydra_launchers.exit_code_of_job(stop.code))
+        if stop.code == 0 and hydra_launchers.joblib_worker() is not None:
+            sys.exit(1)  # the sweep's process gets this code, but maybe not the failure of another worker
+        raise
     except Exception as error:  # noqa: BLE001 (run_hydra raises it again)
         if not is_sweep:
             job_errors.append(error)
             return None
-        failure = log_failure(error, overrides)
-        has_diverged = isinstance(error, Diverged)
+        failure = log_failure(error)
     # The error is gone here: its traceback would keep all memory of the run until the sweep ends.
-    return fail_in_sweep(hydra_cfg, failure, has_diverged)
+    return fail_in_sweep(hydra_cfg, failure)
 
 
-def log_failure(error: Exception, overrides: Sequence[str]) -> str:
-    """Log the error of a job of a sweep, and return the message."""
-    text = message_for_user(error)
-    reason = text or f"{type(error).__name__}: {first_line(error)}"
-    failure = f"a run of the sweep failed: {' '.join(overrides)}: {reason}"
-    log.error("%s", failure, exc_info=text is None or JobRuntime.instance().get(FULL_ERRORS))
-    return failure
+def log_failure(error: Exception) -> UserError:
+    """Log the error of a job of a sweep. Return an error of the same kind with the message, but without the traceback."""
+    is_user_error = isinstance(error, UserError)
+    reason = error if is_user_error else f"{type(error).__name__}: {first_line(error)}"
+    message = f"a run of the sweep failed: {' '.join(job_overrides())}: {reason}"
+    log.error("%s", message, exc_info=not is_user_error or JobRuntime.instance().get(FULL_ERRORS))
+    return (Diverged if isinstance(error, Diverged) else UserError)(f"{message}{hydra_launchers.logs_of_job()}")
 
 
-def fail_in_sweep(hydra_cfg: DictConfig, failure: str, has_diverged: bool) -> float | None:
+def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError) -> float | None:
     """End a failed job of a sweep, which goes on with the next job and fails at its end.
 
     If the run diverged in a search by Optuna or Nevergrad, return the worst metric. With several connected processes, the first
     error ends the sweep, because the others may still be executing the failed run.
     """
-    if has_diverged and (metric := hydra_launchers.worst_metric(hydra_cfg)) is not None:
+    if isinstance(failure, Diverged) and (metric := hydra_launchers.worst_metric(hydra_cfg)) is not None:
         return metric
     if hydra_launchers.was_launched_with_others() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
-    error = UserError(f"{failure}{hydra_launchers.logs_of_job()}")
-    job_errors.append(error)
+    job_errors.append(failure)
     if not hydra_launchers.is_plain_sweep(hydra_cfg):
-        raise error  # the process of the sweep, or its search, gets the error from Hydra
+        raise failure  # the process of the sweep, or its search, gets the error from Hydra
     return None
 
 

@@ -15,19 +15,8 @@ from common.progress import log_to_stderr
 FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all commands read
 
 
-def message_of_user_error(error: Exception) -> str | None:
-    """Return the message of a UserError, or None for any other error."""
-    return str(error) if isinstance(error, UserError) else None
-
-
-def run_and_print_errors(
-    action: Callable[[], object], message_for_user: Callable[[Exception], str | None] = message_of_user_error
-) -> None:
-    """Call `action`. Print a user error as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead.
-
-    Args:
-        message_for_user: Returns the message for a user error, or None for an error that keeps its traceback.
-    """
+def run_and_print_errors(action: Callable[[], object]) -> None:
+    """Call `action`. Print a UserError as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead."""
     prepare_streams()
     if not any(word.startswith(("-i", "--info")) for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()
@@ -39,12 +28,11 @@ def run_and_print_errors(
     except KeyboardInterrupt:
         sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
         sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        text = message_for_user(error)
-        if text is None or wants_tracebacks():
+    except UserError as error:
+        if wants_tracebacks():
             raise
         rank = os.environ.get("RANK")
-        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {text}")
+        sys.exit(f"error{'' if rank is None else f' (process {rank})'}: {error}")
 
 
 def wants_tracebacks() -> bool:
