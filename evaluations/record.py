@@ -65,9 +65,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
         The hash of the checkpoint identifies the weights. If the run evaluated itself, its step does, and images have none.
         """
-        values = comparable_settings(self.settings).items()
-        hashable = ((name, json.dumps(value) if isinstance(value, (list, tuple, dict)) else value) for name, value in values)
-        return self.checkpoint or self.step, frozenset(hashable)
+        return self.checkpoint or self.step, frozenset(comparable_settings(self.settings).items())
 
     def with_figures(
         self,

@@ -5,6 +5,7 @@ The keys of sampler and guidance are settings, too. Records hold only those that
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -54,7 +55,7 @@ HASHES = [name for name, setting in RESULT_SETTINGS.items() if setting.kind == "
 
 
 def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings without paths, and without values that a missing setting means.
+    """Return the settings without paths, and without values that a missing setting means. Lists become text, which can be hashed.
 
     Evaluations in which these are equal measure in the same way.
     """
@@ -63,7 +64,8 @@ def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
         setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
         return setting.kind != "path" and value != setting.value_if_missing
 
-    return {name: value for name, value in settings.items() if counts(name, value)}
+    values = {name: value for name, value in settings.items() if counts(name, value)}
+    return {name: json.dumps(value) if isinstance(value, (list, tuple, dict)) else value for name, value in values.items()}
 
 
 def ranking_group(settings: Mapping[str, object]) -> tuple:

@@ -468,6 +468,15 @@ def test_the_hash_of_a_checkpoint_tells_whose_evaluation_it_is(tmp_path, monkeyp
     assert found(tmp_path) == ({"run0": [32.0], "run1": [33.0]}, ["results of run1, for another checkpoint at step 400000"])
 
 
+def test_settings_that_are_lists_tell_measures_apart(tmp_path):
+    folder = make_run(tmp_path, f"experiment={TREAD}", fid={400_000: 20.0})
+    for timesteps, fid in (([1, 2], 30.0), ([1, 3], 31.0)):  # of somebody's own sampler
+        evaluate(folder, 400_000, {"fid": fid}, timesteps=timesteps)
+    found = {row["Measured with"]: row["fid"] for row in results_table(grouped(tmp_path)).rows}
+    assert sorted(found.values()) == ["20.00 (paper 21.34, -6%)", "30.00", "31.00"]
+    assert any("timesteps [1, 2]" in measured for measured in found)
+
+
 def test_a_run_that_resumed_with_another_sampler_stays_in_its_experiment(tmp_path):
     for seed, num_steps in ((0, 40), (1, 20)):
         folder = make_run(tmp_path, f"experiment={TREAD}", f"seed={seed}", f"sampler.num_steps={num_steps}", name=f"run{seed}")

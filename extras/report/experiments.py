@@ -76,8 +76,8 @@ class Experiment:
     def is_measured_like_the_row(self, measure: Measure, step: int) -> bool:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
         row = config_of_row(self.row.get("name"), self.runs[0])
-        expected = {"weights": "ema", "network_precision": row.sampling.precision, **sampler_for_results(row.sampler)}
-        expected |= comparable_settings(row.sampling.model_dump(include={"labels", "rounding"}))
+        sampling = row.sampling.model_dump(include={"labels", "rounding"}) | {"network_precision": row.sampling.precision}
+        expected = comparable_settings({"weights": "ema", **sampling, **sampler_for_results(row.sampler)})
         free = ["reference", "first_seed", "dinov2_weights", *(["detector_weights"] if row.evaluation.detector_weights else [])]
         values = {key: value for key, value in measure.other_settings if key not in free}
         return step == self.identity["train.num_steps"] and values == expected
