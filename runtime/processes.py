@@ -30,8 +30,8 @@ _group: dist.ProcessGroup | None = None  # the gloo group of all processes, or N
 _timeout = WAIT_TIMEOUT  # the group's timeout
 
 
-def init_gloo_group(num_processes: int, timeout: timedelta | None = None) -> None:
-    """Create the gloo group of all processes, once per sweep. Its timeout is `timeout` or WAIT_TIMEOUT.
+def init_gloo_group(num_processes: int, timeout: timedelta) -> None:
+    """Create the gloo group of all processes, once per sweep.
 
     Raises UserError if accelerate uses fewer processes than were launched.
     """
@@ -39,8 +39,8 @@ def init_gloo_group(num_processes: int, timeout: timedelta | None = None) -> Non
     if _group is None and dist.is_available() and dist.is_initialized() and (launched := dist.get_world_size()) > 1:
         if launched != num_processes:  # each process would do all of the work, in the same folder
             raise UserError(f"accelerate sees no GPU for its {launched} processes; to train on CPUs, set ACCELERATE_USE_CPU=true")
-        _timeout = timeout or WAIT_TIMEOUT
-        _group = dist.new_group(backend="gloo", timeout=_timeout)
+        _timeout = timeout
+        _group = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy_process_groups() -> None:
@@ -115,10 +115,7 @@ def is_true_on_any(value: bool, timeout: timedelta) -> bool:
 
 def check_same_job(arguments: Sequence[str]) -> None:
     """Check that all processes run the same job. A random sweeper may draw other values in each process."""
-    if _group is None:
-        return
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, " ".join(arguments), group=_group)
+    gathered = gather_lists([" ".join(arguments)])
     for rank, others in enumerate(gathered):
         if others != gathered[0]:
             raise UserError(f"process {rank} runs {others}, but process 0 runs {gathered[0]}; set hydra.sweeper.sampler.seed=0")
@@ -152,9 +149,7 @@ def check_same_files(look: Callable[[], Sequence[FileFingerprint]]) -> None:
     if _group is None:
         return
     seen = look()
-    gathered = [None] * dist.get_world_size()
-    values = [(value, os.path.abspath(path)) for _, path, value in seen]
-    dist.all_gather_object(gathered, (socket.gethostname(), values), group=_group)
+    gathered = gather_lists([(socket.gethostname(), [(value, os.path.abspath(path)) for _, path, value in seen])])
     main_host, main_values = gathered[0]
     for rank, (host, others) in enumerate(gathered):
         for (key, _, _), (value, path), (main_value, main_path) in zip(seen, others, main_values):

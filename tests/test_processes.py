@@ -24,8 +24,7 @@ folder, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = f"file://{folder}/store"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))  # to find each other
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
-processes.WAIT_TIMEOUT = timedelta(seconds=5 if what == "barrier" else 60)
-processes.init_gloo_group(2)
+processes.init_gloo_group(2, timedelta(seconds=5 if what == "barrier" else 60))
 
 def slow(is_here):
     if is_here:
@@ -68,7 +67,7 @@ def test_processes_that_accelerate_does_not_use_are_refused(monkeypatch):
     for name, value in (("is_initialized", True), ("get_world_size", 2)):
         monkeypatch.setattr(processes.dist, name, lambda value=value: value)
     with pytest.raises(UserError, match="its 2 processes; .* set ACCELERATE_USE_CPU=true"):
-        processes.init_gloo_group(1)
+        processes.init_gloo_group(1, timedelta(hours=1))
 
 
 @pytest.mark.parametrize(
