@@ -63,7 +63,7 @@ def main(cfg: TrainConfig) -> float | None:
     # Build the network and everything that needs it.
     set_seed(cfg.seed)
     net = cfg.model.build(cfg.data)
-    ema = build.build_ema(train, net)
+    ema = build.build_ema(train, net)  # a copy of the network, made before the trainer compiles it
     hooks = build.build_hooks(cfg, plan, ema, run, validation, accelerator)
     alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
     trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)

@@ -34,11 +34,11 @@ class RunStart:
     `decide_start` decides it before any slow work, `training.loading.load_start` loads the checkpoint, and
     `training.start.begin_run` writes the start into the run's folder.
 
-    | kind     | the run has                              | the command                                              |
-    |----------|------------------------------------------|----------------------------------------------------------|
-    | new      | no checkpoint                            | trains from step 0, or with init_from as init_state says |
-    | resume   | a checkpoint                             | trains from the newest checkpoint                        |
-    | complete | a checkpoint of train.num_steps or later | loads it, and makes grids and evaluations that it lacks  |
+    | kind     | the run has                              | the command                                               |
+    |----------|------------------------------------------|-----------------------------------------------------------|
+    | new      | no checkpoint                            | trains from step 0, or with init_from as init_state says  |
+    | resume   | a checkpoint                             | trains from the newest checkpoint                         |
+    | complete | a checkpoint of train.num_steps or later | loads it, and makes grids and evaluations due at its step |
 
     Attributes:
         checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.

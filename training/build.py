@@ -43,6 +43,7 @@ def build_hooks(
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)
     checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+    # Metrics come before checkpoints, which store the losses since the last metrics line.
     active: list[Hook] = [hooks.MetricsHook(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
     if cfg.train.ema_lengths:
         from extras import tracked_ema  # imported only for train.ema_lengths
