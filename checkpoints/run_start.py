@@ -1,4 +1,4 @@
-"""Decide how a command starts its run: anew, or from its newest checkpoint. Only the main process calls these functions."""
+"""Decide how a command starts its run: anew, or from its newest checkpoint. Only the main process decides. Nothing is written."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal
 from checkpoints import store
 from checkpoints.checkpoint import (
     Checkpoint,
+    Damaged,
     find_newest,
     read_class_names,
     read_config,
@@ -44,6 +45,7 @@ class RunStart:
         checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
         class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
         changes: Changed settings with which resume=changed resumes.
+        damaged: Damaged checkpoints after the newest intact one. `begin_run` renames them.
         renames: For a new run, a description of the run whose results are in the folder. `begin_run` renames them. It is None
             if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
     """
@@ -52,29 +54,27 @@ class RunStart:
     checkpoint: Checkpoint | None = None
     class_names: list[str] | None = None
     changes: list[Change] = field(default_factory=list)
+    damaged: list[Damaged] = field(default_factory=list)
     renames: str | None = None
 
 
 def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
-    """Decide how a command starts its run. Lock the run's folder, if it exists, and rename damaged checkpoints.
+    """Decide how a command starts its run. The caller has locked the run's folder, if it exists.
 
     Raises UserError if the run or init_from has a checkpoint that does not fit, or if a route of a new run carries no token.
     """
-    newest = None
-    if run.path.exists():
-        run.open()
-        newest = find_newest_and_rename_damaged(run, cfg)
-    if newest is not None:
-        if cfg.init_from is not None:
-            log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
-        changes = changes_on_resume(newest.config, cfg)
-        for change in changes:
-            log.warning("resumed with a changed setting: %s", change)
-        is_complete = newest.step >= cfg.train.num_steps
-        return RunStart("complete" if is_complete else "resume", newest, changes=changes)
-    check_routes(cfg)
-    initial = find_initial_checkpoint(run, cfg)
-    return RunStart("new", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
+    newest, damaged = choose_checkpoint_to_resume(run, cfg)
+    if newest is None:
+        check_routes(cfg)
+        initial = find_initial_checkpoint(run, cfg)
+        return RunStart("new", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
+    if cfg.init_from is not None:
+        log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
+    changes = changes_on_resume(newest.config, cfg)
+    for change in changes:
+        log.warning("resumed with a changed setting: %s", change)
+    is_complete = newest.step >= cfg.train.num_steps
+    return RunStart("complete" if is_complete else "resume", newest, changes=changes, damaged=damaged)
 
 
 def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
@@ -98,8 +98,8 @@ def check_routes(cfg: schema.TrainConfig) -> None:
             raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
-def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:
-    """Return the run's newest intact checkpoint, or None if it has none. Rename newer, damaged checkpoints.
+def choose_checkpoint_to_resume(run: RunFolder, cfg: schema.TrainConfig) -> tuple[Checkpoint | None, list[Damaged]]:
+    """Return the run's newest intact checkpoint, or None if it has none, and newer checkpoints, which are damaged.
 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other
     settings or was imported.
@@ -113,9 +113,7 @@ def find_newest_and_rename_damaged(run: RunFolder, cfg: schema.TrainConfig) -> C
             f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
             f"{'; '.join(checkpoint.problem for checkpoint in damaged)}. Restore one, or start a run under another name=..."
         )
-    for checkpoint in damaged:
-        log.warning("%s; renamed to %s", checkpoint.problem, store.rename_damaged(checkpoint.path))
-    return newest
+    return newest, damaged
 
 
 def find_initial_checkpoint(run: RunFolder, cfg: schema.TrainConfig) -> Checkpoint | None:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
-from checkpoints.run_start import find_initial_checkpoint, find_newest_and_rename_damaged
+from checkpoints.run_start import choose_checkpoint_to_resume, find_initial_checkpoint
 from common.errors import UserError
 from common.files import append_line
 
@@ -38,7 +38,7 @@ def save(root, *steps, keep_last=10, keep_every=0):
 
 
 def path_to_resume(run):
-    return find_newest_and_rename_damaged(run, CONFIG).path
+    return choose_checkpoint_to_resume(run, CONFIG)[0].path
 
 
 def path_to_start(run, folder, init_state):
@@ -134,7 +134,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, damage):
+def test_a_damaged_checkpoint_can_be_renamed_and_the_previous_one_is_used(tmp_path, damage):
     run = RunFolder(tmp_path, "run")
     save(run.checkpoints, 10, 20)
     bad = run.checkpoints / "step_0000020"
@@ -142,26 +142,28 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, 
     change(bad)
     with pytest.raises(UserError, match=message):
         store.verify(bad)
-    assert path_to_resume(run) == run.checkpoints / "step_0000010"
+    newest, damaged = choose_checkpoint_to_resume(run, CONFIG)
+    assert newest.path == run.checkpoints / "step_0000010" and [checkpoint.path for checkpoint in damaged] == [bad]
+    store.rename_damaged(bad)
+    assert path_to_resume(run) == newest.path
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
-def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(tmp_path, monkeypatch):
+def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error(tmp_path, monkeypatch):
     run = RunFolder(tmp_path, "run")
-    save(run.checkpoints, 10)
-    DAMAGES["truncated"][0](save(run.checkpoints, 20))
+    bad = save(run.checkpoints, 20)
     monkeypatch.setattr(Path, "rename", lambda *args: raise_os_error())
     with pytest.raises(
         UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020.*: Permission denied"
     ):
-        find_newest_and_rename_damaged(run, CONFIG)
+        store.rename_damaged(bad)
 
 
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))
     with pytest.raises(UserError, match="does not silently start over.*name="):
-        find_newest_and_rename_damaged(run, CONFIG)
+        choose_checkpoint_to_resume(run, CONFIG)
     assert names(run.checkpoints) == ["step_0000010"]
 
 
@@ -170,7 +172,7 @@ def test_a_start_fails_if_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
     save(run.checkpoints, 10)
     monkeypatch.setattr(Path, "iterdir", lambda path: raise_os_error())
     with pytest.raises(UserError, match=f"{run.checkpoints} cannot be read: .*Permission denied"):
-        find_newest_and_rename_damaged(run, CONFIG)
+        choose_checkpoint_to_resume(run, CONFIG)
 
 
 def test_loading_runs_no_code_from_the_file(tmp_path):
@@ -243,7 +245,7 @@ def test_a_shared_checkpoint_needs_only_the_files_that_a_command_reads(tmp_path,
     with pytest.raises(UserError, match="model.safetensors is missing"):
         resolve_checkpoint(folder, "checkpoint", raw)
     with pytest.raises(UserError, match="no checkpoint .* is intact.*(optimizer.pt|model.safetensors) is missing"):
-        find_newest_and_rename_damaged(RunFolder(tmp_path, "run"), CONFIG)
+        choose_checkpoint_to_resume(RunFolder(tmp_path, "run"), CONFIG)
     run = RunFolder(tmp_path, "new")
     assert path_to_start(run, folder, "weights") == folder
     assert "the raw weights also start from the EMA" in caplog.text
@@ -294,14 +296,14 @@ def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_lin
 
 def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
-    assert find_newest_and_rename_damaged(run, CONFIG) is find_newest_and_rename_damaged(run, checked(["resume=never"])) is None
+    assert choose_checkpoint_to_resume(run, CONFIG) == choose_checkpoint_to_resume(run, checked(["resume=never"])) == (None, [])
     save(run.checkpoints, 10, 20)
     assert path_to_resume(run) == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
-        find_newest_and_rename_damaged(run, checked(["resume=never"]))
+        choose_checkpoint_to_resume(run, checked(["resume=never"]))
     store.save(run.checkpoints, *make(30, imported_from="DiT-XL-2-256x256.pt"), 1, 0)
     with pytest.raises(UserError, match=f"imported from DiT-XL-2-256x256.pt: it has no optimizer .*init_from={run.path}"):
-        find_newest_and_rename_damaged(run, CONFIG)
+        choose_checkpoint_to_resume(run, CONFIG)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

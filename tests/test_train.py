@@ -414,6 +414,7 @@ def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, 
     run = RunFolder(str(tmp_path), "run")
     if is_there:
         run.path.mkdir()
+        run.open()
     start = decide_start(run, checked(TINY))
     assert start.kind == "new" and run.is_open == is_there
     shutil.copytree(whole, run.path, dirs_exist_ok=True, ignore=lambda folder, names: [gone] if gone else [])

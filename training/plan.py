@@ -59,8 +59,10 @@ class TrainPlan:
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
-    """Decide how a run starts, and check all that can be checked before slow work (see `decide_start`)."""
+    """Lock the run's folder, if it exists. Decide how the run starts, and check all that can be checked before slow work."""
     tracking.check_login(cfg.wandb.mode)
+    if run.path.exists():
+        run.open()
     start = decide_start(run, cfg)
     tracking.check_folder(run, cfg.wandb.mode)
     if cfg.evaluation.every:

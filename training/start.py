@@ -26,12 +26,16 @@ log = logging.getLogger(__name__)
 def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
+    What is in the way is renamed: damaged checkpoints, and results of another run.
+
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
     Raises UserError if the disk has no room for a checkpoint, or if a new run's folder has been filled meanwhile.
     """
     if start.kind == "new":
         begin_new_run(run, start)
     else:
+        for damaged in start.damaged:
+            log.warning("%s; renamed to %s", damaged.problem, store.rename_damaged(damaged.path))
         run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     if start.kind == "complete":
         restore_config(run, start.checkpoint)
