@@ -45,10 +45,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
     store.check_tensors(folder / "state.json", sums, {"loss_sums": meter.sums, "bin_sums": meter.bin_sums})
     restore_tensors(trainer, folder, store.load(folder))
-    meter.sums.copy_(sums["loss_sums"])
-    meter.num_steps = state.loss_count
-    if trainer.accelerator.is_main_process:  # the sums on the other processes stay zero, as after `LossMeter.reduce`
-        meter.bin_sums.copy_(sums["bin_sums"])
+    meter.load(**sums, loss_count=state.loss_count, is_main_process=trainer.accelerator.is_main_process)
     set_counters(trainer, checkpoint.step, state.ema_num_updates, state.image_offset)
     log.info("resumed from %s", folder)
     before, now = (learning_rate(train, checkpoint.step) for train in (checkpoint.config.train, trainer.cfg.train))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -47,6 +48,17 @@ class LossMeter:
         bin_sums = accelerator.reduce(self.bin_sums, "sum")
         self.bin_sums = bin_sums if accelerator.is_main_process else torch.zeros_like(bin_sums)
         return (self.sums / max(self.num_steps, 1)).tolist()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores, by the names in `training.saving.TrainerState`. `reduce` was called before."""
+        return {"loss_sums": self.sums.tolist(), "loss_count": self.num_steps, "bin_sums": self.bin_sums.tolist()}
+
+    def load(self, loss_sums: Tensor, loss_count: int, bin_sums: Tensor, is_main_process: bool) -> None:
+        """Continue from what `state` returned. As after `reduce`, only the main process has the sums by noise level."""
+        self.sums.copy_(loss_sums)
+        self.num_steps = loss_count
+        if is_main_process:
+            self.bin_sums.copy_(bin_sums)
 
 
 def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:

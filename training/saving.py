@@ -71,9 +71,7 @@ class CheckpointHook(Hook):
         state = TrainerState(
             data=trainer.dataset.hash,
             ema_num_updates=trainer.ema.num_updates_before + trainer.step,
-            loss_sums=trainer.loss_meter.sums.tolist(),
-            loss_count=trainer.loss_meter.num_steps,
-            bin_sums=trainer.loss_meter.bin_sums.tolist(),
+            **trainer.loss_meter.state(),
             encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
