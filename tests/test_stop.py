@@ -1,6 +1,5 @@
 """A signal asks a run to stop, a second one ends it. Runs notice signals of other processes and the launcher's end."""
 
-import contextlib
 import json
 import os
 import re
@@ -26,10 +25,9 @@ from training.stop import StopSignal
 
 def test_signals_get_their_previous_handlers_back():
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    stop = StopSignal()
-    os.kill(os.getpid(), signal.SIGTERM)
-    wait_for(stop.poll)
-    stop.close()
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(stop.poll)
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
 
 
@@ -37,7 +35,7 @@ def test_an_ignored_warning_signal_stays_ignored_and_warnings_never_end_a_run_at
     monkeypatch.setattr(stop_module, "SAME_REQUEST_SEC", 0.1)
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup does this
     try:
-        with contextlib.closing(StopSignal()) as stop:
+        with StopSignal() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.2)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.poll()
@@ -56,15 +54,14 @@ def test_a_run_stops_when_its_launcher_ends_and_not_when_its_shell_does(monkeypa
     if launcher is not None:
         monkeypatch.setenv(launcher, "x")
     monkeypatch.setattr(stop_module, "_PARENT", -1)  # as if the launcher had ended: this process has a new parent
-    with contextlib.closing(StopSignal()) as stop:
+    with StopSignal() as stop:
         assert stop.poll() == (launcher is not None)
 
 
 def wait_for_signals():
-    stop = StopSignal()
-    Path("ready").touch()
-    time.sleep(600)
-    stop.close()
+    with StopSignal():
+        Path("ready").touch()
+        time.sleep(600)
 
 
 def test_a_second_signal_ends_the_process(tmp_path):

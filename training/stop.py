@@ -67,7 +67,7 @@ def requeue_job(signum: int | None) -> None:
 
 
 class StopSignal:
-    """Handlers of signals that ask training to stop, on which all processes agree.
+    """Handlers of signals that ask training to stop, on which all processes agree. They are active in a `with` block.
 
     Python runs a handler between two bytecodes of the main thread, so signals during one long backward pass on a CPU count as
     one signal. On Linux, the process asks the kernel for a SIGRTMIN when the launcher that started the process exits.
@@ -81,6 +81,8 @@ class StopSignal:
         self.signum: int | None = None
         self.is_signalled = False
         self._first_urgent_sec: float | None = None
+
+    def __enter__(self) -> StopSignal:
         # Do not handle warning signals that are ignored or that C code handles. For example, nohup ignores SIGHUP.
         signals = [s for s in STOP_SIGNALS if s in URGENT or signal.getsignal(s) not in (signal.SIG_IGN, None)]
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
@@ -88,6 +90,11 @@ class StopSignal:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGRTMIN)
             if os.getppid() != _PARENT:
                 self._handle(signal.SIGRTMIN, None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: object) -> None:
         if self.signum is None:
@@ -113,11 +120,6 @@ class StopSignal:
             message = f"another process has ended, or has not answered for {STOP_TIMEOUT / timedelta(minutes=1):g} minutes"
             raise UserError(f"{message}; run the same command to resume: {e}") from e
         return self.is_signalled
-
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
 
 
 def _print_request(signum: int) -> None:

@@ -105,8 +105,8 @@ class Trainer:
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_meter: The diffusion loss and, with alignment, the alignment loss since the last metrics line.
         train_sec: Training time since the last metrics line, without hooks.
-        stop: The `StopSignal`, since training began.
-        bar: The progress bar, during training.
+        stop: The `StopSignal`, which `train` activates.
+        bar: The progress bar, which `train` shows.
     """
 
     def __init__(
@@ -142,7 +142,9 @@ class Trainer:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.image_offset = 0
         self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
-        self.train_sec = 0.0
+        self.train_sec = self._start_sec = 0.0
+        self.stop = StopSignal()
+        self.bar = progress_bar(disable=True)
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
@@ -232,8 +234,7 @@ class Trainer:
         num_steps = self.cfg.train.num_steps
         is_silent = self.step >= num_steps or not self.accelerator.is_main_process
         self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
-        with contextlib.ExitStack() as stack, self.bar:
-            self.stop = stack.enter_context(contextlib.closing(StopSignal()))
+        with self.bar, self.stop, contextlib.ExitStack() as stack:
             for hook in self.hooks:
                 stack.callback(hook.close)
             stack.callback(self.free_graph)
