@@ -280,7 +280,7 @@ class EvaluationSettings(SharedEvaluationSettings):
 
     def at_step(self, step: int, last_step: int | None) -> EvaluationSettings:
         """Return the settings of an evaluation after `step`, in a run that ends after `last_step`."""
-        is_final = step == last_step and self.final_num_samples is not None
+        is_final = last_step is not None and step >= last_step and self.final_num_samples is not None
         return self.model_copy(update={"num_samples": self.final_num_samples}) if is_final else self
 
 

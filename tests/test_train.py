@@ -408,6 +408,21 @@ def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
     assert (run / ".has_saved").exists()
 
 
+def test_a_run_with_fewer_steps_than_its_checkpoint_makes_the_last_grid_and_evaluation_there(whole, train, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    evaluation = [
+        "guidance=none",
+        "evaluation.every=4",
+        "evaluation.num_samples=2",
+        "evaluation.final_num_samples=3",
+        "sampler.num_steps=1",
+    ]
+    for _ in range(2):
+        train("run", "train.num_steps=5", "resume=changed", "sample_grid.every=4", "sample_grid.num_samples=2", *evaluation)
+        assert [file.name for file in run.glob("samples/*")] == ["step_0000006.png"]
+        assert [(x["step"], x["settings"]["num_samples"]) for x in evaluated(run)] == [(6, 3)]
+
+
 # The lock of a folder that is there keeps other trainers out, but not copies of runs, which have checkpoints.
 @pytest.mark.parametrize(("is_there", "gone"), [(False, ""), (False, "checkpoints"), (False, "metrics.jsonl"), (True, "")])
 def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, is_there, gone):

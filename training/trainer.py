@@ -254,7 +254,7 @@ class Trainer:
 
     def _due_hooks(self, step: int) -> list[Hook]:
         """Return the hooks that the trainer calls after `step` completed steps."""
-        is_last = step == self.cfg.train.num_steps
+        is_last = step >= self.cfg.train.num_steps  # above, if resume=changed has lowered num_steps
         return [hook for hook in self.hooks if hook.every > 0 and step > 0 and (is_last or step % hook.every == 0)]
 
     def _call_hooks(self) -> None:
