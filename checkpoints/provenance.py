@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from checkpoints.run_start import RunStart
-from cli.jobs import job_overrides
+from cli.jobs import command_of_run
 from common.files import REPOSITORY
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
@@ -43,13 +39,6 @@ def describe_start(accelerator: Accelerator, step: int, start: RunStart) -> dict
     if start.kind == "new" and (initial := start.checkpoint):
         record["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
     return record
-
-
-def command_of_run() -> list[str]:
-    """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return ["python", f"{HydraConfig.get().job.name}.py", *job_overrides()]
-    return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]
 
 
 def device_name(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -99,10 +100,14 @@ def log_failure(error: Exception) -> UserError:
 
 
 def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError) -> float | None:
-    """End a failed job of a sweep, which goes on with the next job and fails at its end.
+    """End a failed job of a sweep (-m).
 
-    If the run diverged in a search by Optuna or Nevergrad, return the worst metric. With several connected processes, the first
-    error ends the sweep, because the others may still be executing the failed run.
+    | the job runs                                      | its failure                                                       |
+    |---------------------------------------------------|-------------------------------------------------------------------|
+    | in the process of a plain sweep                   | is kept, and ends the command after the last job                  |
+    | in connected processes of accelerate              | ends the command: others may still be executing the failed run    |
+    | in a process of joblib or submitit, or a search   | is raised: Hydra passes it to the process of the sweep            |
+    | in a search by Optuna or Nevergrad, and diverged  | is the worst metric, so that the search avoids its settings       |
     """
     if isinstance(failure, Diverged) and (metric := hydra_launchers.worst_metric(hydra_cfg)) is not None:
         return metric
@@ -117,3 +122,10 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError) -> float | None:
 def job_overrides() -> list[str]:
     """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them."""
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+
+
+def command_of_run() -> list[str]:
+    """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return ["python", f"{HydraConfig.get().job.name}.py", *job_overrides()]
+    return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]
