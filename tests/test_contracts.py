@@ -1,6 +1,8 @@
 """Public objects refuse arguments that would silently give a wrong result."""
 
+import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from edm.sampler import HeunSampler
 from extras.alignment import Alignment
 from extras.ddpm import DDPM, AncestralSampler
 from extras.posthoc_ema import Average
+from latents.dataset import LatentDataset
 from sit import SiT
 from sit.sampler import FlowSampler
 
@@ -46,10 +49,28 @@ def members(interface):
     return {name for name in {**vars(interface), **interface.__annotations__} if not name.startswith("_")}
 
 
+def refused_calls(part, interface):
+    """Return the methods of `interface` that `part` has with other parameters, so that the core's call would be a TypeError."""
+    for name in members(interface):
+        method = getattr(part, name, None)
+        if name == "Sampler" or not callable(getattr(interface, name, None)) or method is None:
+            continue
+        parameters = [*inspect.signature(getattr(interface, name)).parameters.values()][1:]
+        positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
+        named = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        for values, keywords in ((positional, named), (positional + named, [])):
+            try:
+                inspect.signature(method).bind(*values, **dict.fromkeys(keywords))
+            except TypeError as e:
+                yield f"{type(part).__name__}.{name}: {e}"
+
+
 def test_the_parts_that_a_key_selects_have_what_the_core_expects_of_them():
     projector, average = torch.nn.Linear(2, 2), Average(None, 0.1, files=(), factors=(), error=0.0)
-    alignment = Alignment(projector, encode=torch.relu, fetch=torch.relu, block=1)
+    alignment = Alignment(projector, encode=lambda images: images, fetch=LatentDataset.fetch_with_images, block=1)
     parts = [(EDM(), Diffusion), (SiT(), Diffusion), (average, WeightAverage), (alignment, TokenAlignment)]
     parts += [(sampler(), Sampler) for sampler in (HeunSampler, FlowSampler, AncestralSampler)]
     assert [name for part, interface in parts for name in members(interface) if not hasattr(part, name)] == []
+    assert [problem for part, interface in parts for problem in refused_calls(part, interface)] == []
+    assert [*refused_calls(SimpleNamespace(load=lambda folder: {}), WeightAverage)]  # `load` takes no argument
     assert {name for name in members(Diffusion) if not hasattr(DDPM(), name)} == {"loss"}  # train.py refuses diffusion=ddpm
