@@ -47,9 +47,9 @@ def main(cfg: FidConfig) -> float | None:
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
-def start(cfg: DictConfig) -> float | None:
+def hydra_main(cfg: DictConfig) -> float | None:
     return jobs.run_job(main, cfg, FidConfig)
 
 
 if __name__ == "__main__":
-    jobs.run_hydra(start, "fid")
+    jobs.run_hydra(hydra_main, "fid")

@@ -36,9 +36,9 @@ def main(cfg: SampleConfig) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="sample")
-def start(cfg: DictConfig) -> None:
+def hydra_main(cfg: DictConfig) -> None:
     jobs.run_job(main, cfg, SampleConfig)
 
 
 if __name__ == "__main__":
-    jobs.run_hydra(start, "sample")
+    jobs.run_hydra(hydra_main, "sample")

@@ -73,7 +73,7 @@ def main(cfg: TrainConfig) -> float | None:
     processes.on_main(partial(begin_run, trainer, run, plan.start))
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:
-        tracking.start(accelerator, cfg, run)
+        tracking.init_trackers(accelerator, cfg, run)
     is_complete = trainer.train()
     run.close()
     exit_code = end_run_after_signal(trainer.stop, trainer.step, is_complete)
@@ -84,9 +84,9 @@ def main(cfg: TrainConfig) -> float | None:
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def start(cfg: DictConfig) -> float | None:
+def hydra_main(cfg: DictConfig) -> float | None:
     return jobs.run_job(main, cfg, TrainConfig)
 
 
 if __name__ == "__main__":
-    jobs.run_hydra(start, "config")
+    jobs.run_hydra(hydra_main, "config")

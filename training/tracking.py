@@ -48,7 +48,7 @@ def check_folder(run: RunFolder, mode: str) -> None:
         raise UserError(f"wandb.mode={mode}: {run.wandb} is not a folder that can be written to; move it away")
 
 
-def start(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
+def init_trackers(accelerator: Accelerator, cfg: TrainConfig, run: RunFolder) -> None:
     """Start to log a run, or continue to log it after a resume."""
     if cfg.wandb.mode == "disabled":
         return
