@@ -1,4 +1,4 @@
-"""Determine the order of training batches. A batch depends only on (seed, step), so checkpoints store no data-loader state."""
+"""Determine the order of training batches. It depends only on the seed, so checkpoints store no data-loader state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class BatchOrder:
 
     Every epoch is a random permutation of all items, drawn from (seed, epoch).
 
-    Entry j of the global batch at step s has position k = s * batch_size + j in the sequence of epochs. The item at position k
-    is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the order does
-    not depend on the number of processes.
+    Entry j of the global batch at step s has position k = s * batch_size + image_offset + j in the sequence of epochs. The item
+    at position k is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the
+    order does not depend on the number of processes.
     """
 
     num_items: int
@@ -31,10 +31,11 @@ class BatchOrder:
     num_steps: int  # total number of steps in the run (the last step is num_steps - 1)
     slices: list[slice]  # parts of each global batch that this process reads, with one slice per micro-batch
     with_flips: bool  # whether to flip each item with probability 1/2, independently in every epoch
+    image_offset: int = 0  # images seen beyond step * batch_size, after init_state=all from a run with another batch size
 
     def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the item indices, int64 [batch_size], and the flips, bool [batch_size], of a step's global batch."""
-        start = step * self.batch_size
+        start = step * self.batch_size + self.image_offset
         parts = []  # the items and flips from each epoch
         epochs, positions = np.divmod(np.arange(start, start + self.batch_size), self.num_items)
         for epoch in np.unique(epochs).tolist():

@@ -210,8 +210,8 @@ def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_p
 # The order of the items in training.
 
 
-def order(num_items=10, batch_size=4, seed=0, start_step=0, num_steps=5, slices=(slice(0, 4),), with_flips=False):
-    return BatchOrder(num_items, batch_size, seed, start_step, num_steps, list(slices), with_flips)
+def order(num_items=10, batch_size=4, seed=0, start_step=0, num_steps=5, slices=(slice(0, 4),), with_flips=False, image_offset=0):
+    return BatchOrder(num_items, batch_size, seed, start_step, num_steps, list(slices), with_flips, image_offset)
 
 
 def test_every_epoch_is_a_permutation_even_if_a_batch_spans_two_epochs():
@@ -231,6 +231,13 @@ def test_the_order_resumes_at_any_step_and_slices_make_up_the_global_batch():
     assert [a + b for a, b in zip(*halves)] == whole
     micro = [i.tolist() for i, _ in order(slices=[slice(0, 2), slice(2, 4)])]  # two micro-batches
     assert [a + b for a, b in zip(micro[::2], micro[1::2])] == whole
+
+
+def test_another_batch_size_continues_the_epoch_after_the_images_that_were_seen():
+    whole = np.concatenate([indices for indices, _ in order()])
+    for size in (2, 8):
+        later = order(batch_size=size, slices=[slice(0, size)], start_step=3, image_offset=3 * 4 - 3 * size).global_batch(3)[0]
+        assert later.tolist() == whole[12 : 12 + size].tolist()
 
 
 def test_flips_are_drawn_again_in_each_epoch():

@@ -851,7 +851,9 @@ def test_a_run_that_started_from_another_resumes_without_it(whole, train, tmp_pa
     assert_same_files(first, cut, 6)
 
 
-def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses_the_runs_own_checkpoint(whole, train):
+def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses_the_runs_own_checkpoint(
+    whole, train, monkeypatch
+):
     start = [f"init_from={folder_of(whole, 4)}", "init_state=all"]
     branch = train("branch", *start, "train.num_steps=5")
     assert_same_files(whole, branch, 5)
@@ -861,10 +863,16 @@ def test_init_state_all_continues_the_optimizer_and_the_steps_and_a_restart_uses
     assert_same_files(whole, branch, 6)
     with pytest.raises(UserError, match="step 6"):
         train("other", f"init_from={whole}", "init_state=all")
-    wider = train(
-        "wider", *start, "train.batch_size=8", "train.num_steps=5", "checkpoint.every=1"
-    )  # another batch size is accepted
-    train("wider", *start, "train.batch_size=8")
+    read, fetch = [], LatentDataset.fetch
+    monkeypatch.setattr(
+        LatentDataset, "fetch", lambda data, items, *flips: read.append(items.tolist()) or fetch(data, items, *flips)
+    )
+    more = [*start, "train.batch_size=8", "checkpoint.every=1"]  # another batch size is accepted
+    wider = train("wider", *more, "train.num_steps=5")
+    train("wider", *more)
+    num_items = len(LatentDataset(read_config(wider).data.path))
+    third, fourth = (BatchOrder(num_items, 8, 0, 0, 6, [slice(8)], with_flips=False).global_batch(i)[0].tolist() for i in (2, 3))
+    assert [items for items in read if len(items) == 8] == [third, fourth]  # after 4 steps of 4 images
     assert [line["images_seen"] for line in metrics(wider)] == [4 * 4 + 8, 4 * 4 + 2 * 8]  # also after a resume
     last = train("last", f"init_from={folder_of(wider, 5)}", "init_state=all", "train.batch_size=2")
     assert metrics(last)[-1]["images_seen"] == 4 * 4 + 8 + 2

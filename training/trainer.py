@@ -157,6 +157,7 @@ class Trainer:
             num_steps=train.num_steps,
             slices=self.micro_batch_slices,
             with_flips=data.has_flips,
+            image_offset=self.image_offset,
         )
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
