@@ -78,7 +78,7 @@ def complete_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCo
 
 
 def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDataset | None:
-    """Open the validation latents in evaluation.validation, which are normalized like the training latents.
+    """Open the validation latents in evaluation.validation.
 
     Raises UserError if the validation latents do not match the training latents, or if evaluation.every is 0. Warn if they
     share shards or images, or if only one of the two folders says which background its images have.
@@ -93,7 +93,6 @@ def open_validation(cfg: schema.TrainConfig, dataset: LatentDataset) -> LatentDa
     check_same_latents(validation, dataset)
     check_same_background(validation, dataset)
     warn_of_overlap(validation, dataset)
-    validation.info = dataset.info  # normalize the validation latents with the statistics of the training latents
     return validation
 
 

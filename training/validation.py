@@ -76,7 +76,8 @@ class ValidationLossHook(EvaluationHook):
             batch = start + accelerator.process_index * size + np.arange(size)
             items, is_counted = batch % len(data), torch.from_numpy(batch < len(data)).to(device)
             stored, labels = (x.to(device) for x in data.fetch(items))
-            x = latents_for_network(stored, data.info, SeedRandom(items, device, "validation latents"))
+            # Normalized with the statistics of the training latents.
+            x = latents_for_network(stored, trainer.dataset.info, SeedRandom(items, device, "validation latents"))
             random = StratifiedRandom(items, device, "validation")
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.sampling.precision == "bf16"):
                 losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random)
