@@ -120,7 +120,12 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError) -> float | None:
 
 
 def job_overrides() -> list[str]:
-    """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them."""
+    """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them.
+
+    Commands without Hydra, such as prepare_latents.py, have none.
+    """
+    if not HydraConfig.initialized():
+        return []
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 

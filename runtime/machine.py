@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs
-from hydra.core.hydra_config import HydraConfig
 
 from cli.hydra_launchers import prepare_job, submitit_executor
 from cli.jobs import job_overrides
@@ -77,8 +76,7 @@ def connect_accelerator(precision: str, timeout: timedelta, **kwargs) -> Acceler
     with reporting_connection(timeout):
         accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)], **kwargs)
     processes.init_gloo_group(accelerator.num_processes, max(timeout, processes.WAIT_TIMEOUT))
-    if HydraConfig.initialized():
-        processes.check_same_job(job_overrides())
+    processes.check_same_job(job_overrides())
     return accelerator
 
 
