@@ -51,9 +51,9 @@ def members(interface):
 
 def refused_calls(part, interface):
     """Return the methods of `interface` that `part` has with other parameters, so that the core's call would be a TypeError."""
-    for name in members(interface):
+    for name in [*members(interface), *({"__call__"} & vars(interface).keys())]:
         method = getattr(part, name, None)
-        if name == "Sampler" or not callable(getattr(interface, name, None)) or method is None:
+        if not callable(getattr(interface, name, None)) or method is None:
             continue
         parameters = [*inspect.signature(getattr(interface, name)).parameters.values()][1:]
         positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
@@ -73,4 +73,5 @@ def test_the_parts_that_a_key_selects_have_what_the_core_expects_of_them():
     assert [name for part, interface in parts for name in members(interface) if not hasattr(part, name)] == []
     assert [problem for part, interface in parts for problem in refused_calls(part, interface)] == []
     assert [*refused_calls(SimpleNamespace(load=lambda folder: {}), WeightAverage)]  # `load` takes no argument
+    assert [*refused_calls(SimpleNamespace(__call__=lambda denoiser: denoiser), Sampler)]
     assert {name for name in members(Diffusion) if not hasattr(DDPM(), name)} == {"loss"}  # train.py refuses diffusion=ddpm
