@@ -149,16 +149,6 @@ def test_a_damaged_checkpoint_can_be_renamed_and_the_previous_one_is_used(tmp_pa
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
 
 
-def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path, "run")
-    bad = save(run.checkpoints, 20)
-    monkeypatch.setattr(Path, "rename", lambda *args: raise_os_error())
-    with pytest.raises(
-        UserError, match="step_0000020 is damaged, and cannot be renamed to bad_step_0000020.*: Permission denied"
-    ):
-        store.rename_damaged(bad)
-
-
 def test_training_does_not_start_over_when_only_bad_checkpoints_remain(tmp_path):
     run = RunFolder(tmp_path, "run")
     DAMAGES["truncated"][0](save(run.checkpoints, 10))

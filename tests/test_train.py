@@ -1,5 +1,6 @@
 """Whole runs: interruptions, resumes and micro-batches do not change the numbers. Wrong settings are refused before any work."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -349,6 +351,22 @@ def test_settings_are_compared_before_a_checkpoint_is_hashed(whole, train, tmp_p
     train("run")  # with the run's settings, a damaged checkpoint is renamed, and its steps are repeated
     assert "model.safetensors" in hashed and losses(run) == losses(whole)
     assert len([*run.glob("checkpoints/bad_step_0000006_*")]) == (damage != "none")
+
+
+def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(whole, train, tmp_path, monkeypatch):
+    run = shutil.copytree(whole, tmp_path / "run")
+    (folder_of(run, 6) / "model.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    def refuse(*paths):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(
+        UserError, match="step_0000006 is damaged, and cannot be renamed to bad_step_0000006.*: Permission denied"
+    ):
+        train("run")
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
