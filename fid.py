@@ -15,9 +15,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import hydra
-from omegaconf import DictConfig
-
 from cli import jobs
 from common.errors import UserError
 from configs.sampling_schema import FidConfig
@@ -46,10 +43,5 @@ def main(cfg: FidConfig) -> float | None:
     return on_main(partial(write_results, plan))
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="fid")
-def hydra_main(cfg: DictConfig) -> float | None:
-    return jobs.run_job(main, cfg, FidConfig)
-
-
 if __name__ == "__main__":
-    jobs.run_hydra(hydra_main, "fid")
+    jobs.run_hydra(main, "fid", FidConfig)

@@ -13,9 +13,6 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-import hydra
-from omegaconf import DictConfig
-
 from cli import jobs
 from configs.sampling_schema import SampleConfig
 
@@ -35,10 +32,5 @@ def main(cfg: SampleConfig) -> None:
         make_images(plan, accelerator)
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="sample")
-def hydra_main(cfg: DictConfig) -> None:
-    jobs.run_job(main, cfg, SampleConfig)
-
-
 if __name__ == "__main__":
-    jobs.run_hydra(hydra_main, "sample")
+    jobs.run_hydra(main, "sample", SampleConfig)

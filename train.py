@@ -17,9 +17,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import hydra
-from omegaconf import DictConfig
-
 from cli import jobs
 from common.errors import UserError
 from configs.schema import TrainConfig
@@ -83,10 +80,5 @@ def main(cfg: TrainConfig) -> float | None:
     return processes.on_main(partial(lowest_metric, trainer))
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def hydra_main(cfg: DictConfig) -> float | None:
-    return jobs.run_job(main, cfg, TrainConfig)
-
-
 if __name__ == "__main__":
-    jobs.run_hydra(hydra_main, "config")
+    jobs.run_hydra(main, "config", TrainConfig)

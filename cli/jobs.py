@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobRuntime, env_override
+from hydra.core.utils import env_override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from cli import hydra_launchers
 from cli.compose import parse_config
 from cli.hydra_errors import explain_hydra_error
-from cli.hydra_setup import quote_non_ascii
+from cli.hydra_setup import CONFIGS, quote_non_ascii
 from cli.print_errors import FULL_ERRORS, disconnect_processes, run_and_print_errors, wants_tracebacks
 from common.errors import Diverged, UserError, first_line
 from common.progress import log_to_stderr
@@ -23,25 +25,26 @@ from configs.settings import S
 
 log = logging.getLogger(__name__)
 
-# Errors of the jobs in this process. `run_job` keeps them here, and `run_hydra` raises the first one after Hydra has returned. If
-# the job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
-job_errors: list[Exception] = []
 
+def run_hydra(main: Callable[[S], float | None], config_name: str, settings_class: type[S]) -> None:
+    """Let Hydra run `main` once for each job of the command line, and print every user error as one line.
 
-def run_hydra(command: Callable[[], object], config_name: str) -> None:
-    """Let Hydra run the jobs of a command, and print every user error as one line.
-
-    All errors of Hydra and of its plugins are user errors, because `run_job` keeps the errors of the jobs.
+    All errors of Hydra and of its plugins are user errors, because the errors of the jobs are kept and raised after Hydra has
+    returned. If a job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.
 
     Args:
-        command: A function with the decorator `hydra.main`.
+        main: The command. It takes the validated settings, and returns the metric that sweepers minimise.
         config_name: The name of its file in configs/.
+        settings_class: The class of its settings.
     """
     sys.argv[1:] = [word if word.startswith("-") else quote_non_ascii(word) for word in sys.argv[1:]]  # not --config-dir=...
-    # With HYDRA_FULL_ERROR=1, Hydra raises its errors. Otherwise it prints them and exits. The jobs need the value that the user
-    # set, for their logs. Every launcher copies JobRuntime to its processes.
-    JobRuntime.instance().set(FULL_ERRORS, wants_tracebacks())
-    job_errors.clear()  # from an earlier command in this process
+    job_errors: list[Exception] = []  # of the jobs in this process
+    full_errors = wants_tracebacks()  # here, because below, the variable is 1 for Hydra, which otherwise prints errors and exits
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)
+    @functools.wraps(main)  # Hydra takes the job's name from the file of `main`
+    def command(cfg: DictConfig) -> float | None:
+        return run_job(main, cfg, settings_class, job_errors, full_errors)
 
     def run() -> None:
         try:
@@ -60,10 +63,13 @@ def run_hydra(command: Callable[[], object], config_name: str) -> None:
     run_and_print_errors(run)
 
 
-def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S]) -> float | None:
+def run_job(
+    main: Callable[[S], float | None], cfg: DictConfig, settings_class: type[S], job_errors: list[Exception], full_errors: bool
+) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    An error is kept for `run_hydra`. In a sweep, it ends only its job (`fail_in_sweep`).
+    An error is kept in `job_errors` for `run_hydra`. In a sweep, it ends only its job (`fail_in_sweep`). `full_errors` logs
+    tracebacks of the user errors of a sweep, too.
     """
     log_to_stderr()
     hydra_cfg = HydraConfig.get()
@@ -85,22 +91,22 @@ def run_job(main: Callable[[S], float | None], cfg: DictConfig, settings_class: 
         if not is_sweep:
             job_errors.append(error)
             return None
-        failure = log_failure(error)
+        failure = log_failure(error, full_errors)
     # The error is gone here: its traceback would keep all memory of the run until the sweep ends.
-    return fail_in_sweep(hydra_cfg, failure)
+    return fail_in_sweep(hydra_cfg, failure, job_errors)
 
 
-def log_failure(error: Exception) -> UserError:
+def log_failure(error: Exception, full_errors: bool) -> UserError:
     """Log the error of a job of a sweep. Return an error of the same kind with the message, but without the traceback."""
     is_user_error = isinstance(error, UserError)
     reason = error if is_user_error else f"{type(error).__name__}: {first_line(error)}"
     message = f"a run of the sweep failed: {' '.join(job_overrides())}: {reason}"
-    log.error("%s", message, exc_info=not is_user_error or JobRuntime.instance().get(FULL_ERRORS))
+    log.error("%s", message, exc_info=full_errors or not is_user_error)
     return (Diverged if isinstance(error, Diverged) else UserError)(f"{message}{hydra_launchers.logs_of_job()}")
 
 
-def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError) -> float | None:
-    """End a failed job of a sweep (-m).
+def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError, job_errors: list[Exception]) -> float | None:
+    """End a failed job of a sweep (-m). An error that is kept goes to `job_errors`.
 
     | the job runs                                      | its failure                                                       |
     |---------------------------------------------------|-------------------------------------------------------------------|

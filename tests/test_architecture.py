@@ -94,7 +94,7 @@ def test_no_helper_is_defined_twice():
     seen: dict[str, str] = {}
     for module, tree in sources().items():
         for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in ("main", "hydra_main", "build"):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in ("main", "build"):
                 assert node.name not in seen, f"{node.name} in {seen[node.name]} and {module}"
                 seen[node.name] = module
 

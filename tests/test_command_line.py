@@ -8,7 +8,6 @@ import sys
 import weakref
 from typing import Literal
 
-import hydra
 import pytest
 import torch
 from conftest import REPOSITORY, TINY, evaluated, forget_accelerate, make_shard, metrics, run_python
@@ -20,8 +19,7 @@ import train as train_script
 from cli import jobs
 from cli.arguments import run_command
 from cli.compose import parse_argument
-from cli.hydra_setup import CONFIGS
-from cli.jobs import run_hydra, run_job
+from cli.jobs import run_hydra
 from cli.print_errors import FULL_ERRORS, run_and_print_errors
 from common.errors import UserError
 from common.types import Colour, PositiveInt, Text
@@ -109,8 +107,7 @@ def start(monkeypatch, main, arguments, full_errors="0"):
     """Run `main` in this process as train.py runs its own `main`."""
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     monkeypatch.setenv(FULL_ERRORS, full_errors)
-    command = hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
-    run_hydra(command(lambda cfg: run_job(main, cfg, TrainConfig)), "config")
+    run_hydra(main, "config", TrainConfig)
 
 
 @pytest.mark.parametrize(
