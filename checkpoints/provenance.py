@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from checkpoints.run_start import RunStart
-from cli.jobs import command_of_run
 from common.files import REPOSITORY
+from runtime.job import command_of_run
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 

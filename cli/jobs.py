@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from cli import hydra_launchers
 from cli.compose import parse_config
@@ -22,6 +21,7 @@ from cli.print_errors import FULL_ERRORS, disconnect_processes, run_and_print_er
 from common.errors import Diverged, UserError, first_line
 from common.progress import log_to_stderr
 from configs.settings import S
+from runtime.job import job_overrides, joblib_worker, submitit_executor, was_launched_with_others
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +80,11 @@ def run_job(
         if is_sweep:
             hydra_launchers.check_search(hydra_cfg, settings)
         metric = main(settings)
-        if hydra_launchers.submitit_executor():  # its process ends without `run_and_print_errors`
+        if submitit_executor():  # its process ends without `run_and_print_errors`
             disconnect_processes()
         return metric
     except SystemExit as stop:  # after a signal
-        if stop.code == 0 and hydra_launchers.joblib_worker() is not None:
+        if stop.code == 0 and joblib_worker() is not None:
             sys.exit(1)  # the sweep's process gets this code, but maybe not the failure of another worker
         raise
     except Exception as error:  # noqa: BLE001 (run_hydra raises it again)
@@ -117,26 +117,9 @@ def fail_in_sweep(hydra_cfg: DictConfig, failure: UserError, job_errors: list[Ex
     """
     if isinstance(failure, Diverged) and (metric := hydra_launchers.worst_metric(hydra_cfg)) is not None:
         return metric
-    if hydra_launchers.was_launched_with_others() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
+    if was_launched_with_others() and hydra_cfg.runtime.choices["hydra/launcher"] == "basic":
         sys.exit(1)
     job_errors.append(failure)
     if not hydra_launchers.is_plain_sweep(hydra_cfg):
         raise failure  # the process of the sweep, or its search, gets the error from Hydra
     return None
-
-
-def job_overrides() -> list[str]:
-    """Return the arguments of the job that Hydra runs, with their interpolations as the user wrote them.
-
-    Commands without Hydra, such as prepare_latents.py, have none.
-    """
-    if not HydraConfig.initialized():
-        return []
-    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-
-
-def command_of_run() -> list[str]:
-    """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return ["python", f"{HydraConfig.get().job.name}.py", *job_overrides()]
-    return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]

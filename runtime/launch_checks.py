@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from accelerate.utils import parse_flag_from_env
 
-from cli.hydra_launchers import submitit_executor
 from common.errors import UserError
+from runtime.job import submitit_executor
 
 log = logging.getLogger(__name__)
 

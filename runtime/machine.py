@@ -15,12 +15,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import InitProcessGroupKwargs
 
-from cli.hydra_launchers import prepare_job, submitit_executor
-from cli.jobs import job_overrides
 from common.errors import UserError, first_line
 from common.progress import log_if_slow, log_to_stderr
 from configs.schema import Machine
 from runtime import processes
+from runtime.job import job_overrides, prepare_job, submitit_executor
 from runtime.launch_checks import check_accelerate_settings, check_gpus, warn_about_launch
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from forked import Command, at_operation, fork_children, launch, run, send
 
 import train as script
 from checkpoints import store
-from cli import hydra_launchers
 from common.files import REPOSITORY
-from runtime import machine
+from runtime import job, machine
 from training.saving import CheckpointHook
 
 
@@ -177,12 +176,12 @@ def gpus_of_workers(monkeypatch, numbers, visible):
             if visible is None:
                 worker.delenv("CUDA_VISIBLE_DEVICES")
             worker.setattr(multiprocessing.current_process(), "name", f"LokyProcess-{number}")
-            hydra_launchers.choose_gpu.cache_clear()  # as in the next process
+            job.choose_gpu.cache_clear()  # as in the next process
             for _ in range(3):  # all jobs of a worker use one GPU
-                hydra_launchers.prepare_job()
+                job.prepare_job()
                 worker.setattr(torch.cuda, "device_count", lambda: 1)  # as torch then sees
             chosen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    hydra_launchers.choose_gpu.cache_clear()
+    job.choose_gpu.cache_clear()
     return chosen
 
 
@@ -201,15 +200,15 @@ def test_each_worker_of_a_joblib_sweep_uses_one_gpu_and_says_if_others_may_share
         assert gpus_of_workers(monkeypatch, [1, 2], "7,8,5") == ["7,8,5"] * 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert gpus_of_workers(monkeypatch, [1, 2], None) == [None, None] and gpus_of_workers(monkeypatch, [1], "") == [""]
-    hydra_launchers.prepare_job()  # another process
+    job.prepare_job()  # another process
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_joblib_numbers_its_workers_from_1(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "name", "LokyProcess-26:2")  # in a process of multiprocessing
-    assert hydra_launchers.joblib_worker() == 2
+    assert job.joblib_worker() == 2
     # In a process of its own, because processes of other tests would count.
-    code = "import joblib, cli.hydra_launchers as m; f = joblib.delayed(m.joblib_worker); "
+    code = "import joblib, runtime.job as m; f = joblib.delayed(m.joblib_worker); "
     code += "print({*joblib.Parallel(n_jobs=2)(f() for _ in range(4))} <= {1, 2}, m.joblib_worker())"
     found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=170, check=True)
     assert found.stdout == "True None\n"

@@ -11,9 +11,9 @@ import sys
 import time
 from datetime import timedelta
 
-from cli.hydra_launchers import submitit_executor
 from common.errors import UserError
 from runtime import processes
+from runtime.job import submitit_executor
 from runtime.machine import LAUNCHER_VARIABLES
 
 log = logging.getLogger(__name__)
