@@ -8,7 +8,7 @@ import os
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
 from pydantic.dataclasses import dataclass
 
 # Decorator for a frozen dataclass. Unknown fields and values of the wrong type or out of bounds raise ValueError.
@@ -50,14 +50,15 @@ def _number(value: object) -> object:
 
 
 _NUMBER = BeforeValidator(_number)
+# Strict refuses text such as "0.5", also in a settings dataclass, which must accept a dictionary and cannot be strict itself.
 # The upper bounds far exceed all sensible values. A typing mistake therefore raises an error instead of running forever.
-NonNegativeInt = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
-PositiveInt = Annotated[int, Field(ge=1, le=10**9), _NUMBER]
-Steps = Annotated[int, Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's num_steps
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False), _NUMBER]
-PositiveFloat = Annotated[float, Field(gt=0, lt=math.inf), _NUMBER]
-NonNegativeFloat = Annotated[float, Field(ge=0, lt=math.inf), _NUMBER]
-NonNegativeOrInfinite = Annotated[float, Field(ge=0), _NUMBER]
+NonNegativeInt = Annotated[int, Strict(), Field(ge=0, le=10**9), _NUMBER]
+PositiveInt = Annotated[int, Strict(), Field(ge=1, le=10**9), _NUMBER]
+Steps = Annotated[int, Strict(), Field(ge=1, le=10**5), _NUMBER]  # type of a sampler's num_steps
+FiniteFloat = Annotated[float, Strict(), Field(allow_inf_nan=False), _NUMBER]
+PositiveFloat = Annotated[float, Strict(), Field(gt=0, lt=math.inf), _NUMBER]
+NonNegativeFloat = Annotated[float, Strict(), Field(ge=0, lt=math.inf), _NUMBER]
+NonNegativeOrInfinite = Annotated[float, Strict(), Field(ge=0), _NUMBER]
 
 
 def _increasing(ends: list[float]) -> list[float]:
