@@ -1,7 +1,8 @@
 """Guidance methods. Each method builds the denoiser (x, level, y) -> D_x that a sampler calls, and checks its settings first.
 
 Guidance combines denoised estimates and works with every diffusion. Shapes: x is (B, C, H, W). y is (B,) int64, and num_classes
-is the null class. level (B,) contains one noise level B times (sigma for EDM, t for SiT). The network has R routes and N tokens.
+is the null class. level is the noise level of all B samples, a number (sigma for EDM, t for SiT). The network has R routes and N
+tokens.
 
 The `bounds` limit guidance to noise levels in (level_lo, level_hi] (arXiv 2404.07724). At other noise levels, the denoiser
 returns the unguided estimate. A bound of None, the default, has no effect.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from routing_module import num_kept_tokens
 
-Denoiser = Callable[[Tensor, Tensor, Tensor], Tensor]
+Denoiser = Callable[[Tensor, float, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def classifier_free(inputs: GuidanceInputs, *, cfg_scale: float, channels: int |
             The published code of DiT, SiT and LightningDiT guides three channels.
     """
 
-    def label_and_null(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    def label_and_null(x: Tensor, level: float, y: Tensor) -> tuple[Tensor, ...]:
         null = torch.full_like(y, inputs.num_classes)
-        return inputs.denoise(torch.cat([x, x]), torch.cat([level, level]), torch.cat([y, null])).chunk(2)
+        return inputs.denoise(torch.cat([x, x]), level, torch.cat([y, null])).chunk(2)
 
     return _guide(label_and_null, inputs.denoise, cfg_scale, channels=channels, **bounds)
 
@@ -75,7 +76,7 @@ def classifier_free(inputs: GuidanceInputs, *, cfg_scale: float, channels: int |
 def path_drop(inputs: GuidanceInputs, *, cfg_scale: float, **bounds: float | None) -> Denoiser:
     """Path-drop guidance (SPRINT, arXiv 2510.21986), which is `cfg` with a null estimate in which all tokens skip the windows."""
 
-    def label_and_weak(x: Tensor, level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def label_and_weak(x: Tensor, level: float, y: Tensor) -> tuple[Tensor, Tensor]:
         null = torch.full_like(y, inputs.num_classes)
         return inputs.denoise(x, level, y), inputs.denoise(x, level, null, selection_ratios=1.0)
 
@@ -113,8 +114,8 @@ def sparse(
     """
     num_routes, N = inputs.route_noise_shape
     is_moving = (r_strong_last, r_weak_last) != (None, None)
-    levels = np.asarray(inputs.levels if is_moving else [0.0], dtype=np.float32)  # in the precision of the denoiser's `level`
-    if levels.size == 0:
+    levels = list(inputs.levels) if is_moving else [0.0]
+    if not levels:
         raise ValueError("r_strong_last and r_weak_last need the noise levels of the sampler")
     strong_ratios = cosine_schedule(r_strong, r_strong_last, len(levels))
     weak_ratios = cosine_schedule(r_weak, r_weak_last, len(levels))
@@ -129,15 +130,12 @@ def sparse(
         both = " and ".join(f"{R} routes for {N} tokens" for R, N in (inputs.weak_route_noise_shape, inputs.route_noise_shape))
         raise ValueError(f"r_weak above 0 needs a weak network with as many routes and tokens as the network, not {both}")
 
-    def ratios_at(level: Tensor) -> tuple[float, float]:
+    def ratios_at(level: float) -> tuple[float, float]:
         if not is_moving:
             return r_strong, r_weak
-        lowest, highest = torch.stack(level.aminmax()).tolist()  # `tolist` waits for the device
-        if lowest != highest:
-            raise ValueError("a batch has several noise levels, which have different ratios; use one level per batch")
-        return tuple(float(np.interp(highest, levels[::-1], ratios[::-1])) for ratios in (strong_ratios, weak_ratios))
+        return tuple(float(np.interp(level, levels[::-1], ratios[::-1])) for ratios in (strong_ratios, weak_ratios))
 
-    def branches(x: Tensor, level: Tensor, y: Tensor, count: int = 2) -> list[Tensor]:
+    def branches(x: Tensor, level: float, y: Tensor, count: int = 2) -> list[Tensor]:
         ratios = ratios_at(level)[:count]
         route_noise = inputs.draw_route_noise() if any(ratios) else None
         networks = inputs.denoise, inputs.weak or inputs.denoise
@@ -168,7 +166,7 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) ->
 
 
 def _guide(
-    estimates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    estimates: Callable[[Tensor, float, Tensor], tuple[Tensor, ...]],
     unguided: Denoiser,
     scale: float,
     level_lo: float | None = None,
@@ -187,15 +185,10 @@ def _guide(
     if scale == 1:
         return unguided
 
-    def denoiser(x: Tensor, level: Tensor, y: Tensor) -> Tensor:
-        if (low, high) != (-math.inf, math.inf):
-            # Compare noise levels in the precision of `level`, because a bound may equal one of the sampler's noise levels.
-            inside = (level > low) & (level <= high)
-            some, every = torch.stack([inside.any(), inside.all()]).tolist()  # `tolist` waits for the device
-            if some and not every:
-                raise ValueError("a batch has noise levels inside and outside (level_lo, level_hi]; use one level per batch")
-            if not some:
-                return unguided(x, level, y)
+    def denoiser(x: Tensor, level: float, y: Tensor) -> Tensor:
+        # A bound may be meant to equal one of the sampler's noise levels, which differ from it by rounding. Networks see float32.
+        if not np.float32(low) < np.float32(level) <= np.float32(high):
+            return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels
         guided = D_weak[:, :C] + scale * (D[:, :C] - D_weak[:, :C])

@@ -37,7 +37,7 @@ class Diffusion(Protocol):
     name: str
     Sampler: ClassVar[type]
 
-    def denoise(self, net: Callable[..., Tensor], x: Tensor, level: Tensor, y: Tensor, /, **net_kwargs: Any) -> Tensor:
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, level: Tensor | float, y: Tensor, /, **net_kwargs: Any) -> Tensor:
         """Return the estimate of the clean latents (see `edm.EDM.denoise`)."""
         ...
 

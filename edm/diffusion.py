@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from common.levels import level_of_each
 from common.randomness import SampleRandom
 from common.roles import SameLatents, SameWeights
 from common.types import FiniteFloat, PositiveFloat, settings_dataclass
@@ -37,19 +38,19 @@ class EDM:
         total = sigma**2 + self.sigma_data**2
         return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), 1 / total.sqrt(), sigma.log() / 4
 
-    def denoise(self, net: Callable[..., Tensor], x: Tensor, sigma: Tensor, y: Tensor, **net_kwargs) -> Tensor:
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, sigma: Tensor | float, y: Tensor, **net_kwargs) -> Tensor:
         """Compute D_x = c_skip x + c_out F_x(c_in x; c_noise) (Eq. 7).
 
         Args:
             x: Latents with added noise of standard deviation sigma, (B, C, H, W) float32.
-            sigma: Noise levels above 0, (B,) float32.
+            sigma: Noise levels above 0, (B,) float32, or one number for all samples.
             y: Labels, (B,) int64.
 
         Returns:
             Estimate of the clean latents, (B, C, H, W) float32. The method drops extra output channels, such as the
             learned variance in published DiT checkpoints, and raises ValueError for any other shape mismatch.
         """
-        c_skip, c_out, c_in, c_noise = self.coefficients(sigma.reshape(-1, 1, 1, 1))
+        c_skip, c_out, c_in, c_noise = self.coefficients(level_of_each(sigma, x).reshape(-1, 1, 1, 1))
         F_x = net(c_in * x, c_noise.flatten(), y, **net_kwargs)[:, : x.shape[1]]
         if F_x.shape != x.shape:  # F_x would broadcast
             raise ValueError(f"the network returns {tuple(F_x.shape)} for latents {tuple(x.shape)}")

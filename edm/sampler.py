@@ -60,7 +60,7 @@ class HeunSampler:
         """Sample latents by integrating from sigma_max to 0.
 
         Args:
-            denoiser: Function (x, sigma, y) -> D_x, where x is (B, C, H, W) float32, sigma is (B,) float32 and y is (B,).
+            denoiser: Function (x, sigma, y) -> D_x, where x is (B, C, H, W) float32, sigma is a number and y is (B,).
             noise: Standard normal noise, (B, C, H, W).
             y: Labels to pass to the denoiser, (B,) int64.
             random: Source of the noise that the sampler adds, required if S_churn > 0.
@@ -72,8 +72,7 @@ class HeunSampler:
         levels = self.noise_levels()
 
         def derivative(x: Tensor, sigma: float) -> Tensor:
-            sigmas = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
-            return (x - denoiser(x.float(), sigmas, y).to(dtype)) / sigma
+            return (x - denoiser(x.float(), sigma, y).to(dtype)) / sigma
 
         x = noise.to(dtype) * levels[0]
         for sigma_cur, sigma_next in pairwise(levels):

@@ -22,6 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from common.levels import level_of_each
 from common.randomness import SampleRandom
 from common.roles import SameLatents
 from common.types import Steps, settings_dataclass
@@ -76,8 +77,7 @@ class AncestralSampler:
         log_variances = log_variance_bounds(visited_alpha_bars)
         x = noise.to(dtype)
         for i in reversed(range(self.num_steps)):
-            ts = torch.full((len(x),), float(timesteps[i]), dtype=torch.float32, device=x.device)
-            out = denoiser(x.float(), ts, y).to(dtype)
+            out = denoiser(x.float(), float(timesteps[i]), y).to(dtype)
             D_x, v = out[:, :C], out[:, C:]
             alpha_bar_prev, alpha_bar = visited_alpha_bars[i], visited_alpha_bars[i + 1]
             if self.solver == "ddim":
@@ -115,12 +115,12 @@ class DDPM:
     name: SameLatents[Literal["ddpm"]] = "ddpm"  # selected by diffusion=ddpm
     Sampler: ClassVar = AncestralSampler
 
-    def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor | float, y: Tensor, **net_kwargs) -> Tensor:
         """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15). If the network learned a variance, also return v.
 
         Args:
             x: Noisy latents x_t, (B, C, H, W) float32.
-            t: Timesteps, (B,) float32, with integer values from 0 to 999.
+            t: Timesteps, (B,) float32, with integer values from 0 to 999, or one timestep for all samples.
             y: Class labels, (B,) int64.
 
         Returns:
@@ -128,6 +128,7 @@ class DDPM:
             (B, 2C, H, W). Its second half is v in [0, 1], where v = 0 gives the posterior variance and v = 1 gives beta
             (arXiv 2102.09672, Eq. 15). The published networks predict 2v - 1. Other output shapes raise a ValueError.
         """
+        t = level_of_each(t, x)
         out = net(x, t, y, **net_kwargs).float()
         B, C, H, W = x.shape
         if out.shape not in ((B, C, H, W), (B, 2 * C, H, W)):  # other shapes could broadcast silently

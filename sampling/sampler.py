@@ -69,7 +69,7 @@ class ImageSampler:
         y = torch.tensor(labels, dtype=torch.int64, device=self.device)
         calls: Counter[tuple] = Counter()  # evaluations per image, by network and selection ratio
 
-        def denoise(net: DiT, diffusion: Diffusion, x: Tensor, level: Tensor, y: Tensor, **routing) -> Tensor:
+        def denoise(net: DiT, diffusion: Diffusion, x: Tensor, level: float, y: Tensor, **routing) -> Tensor:
             calls[net, routing.get("selection_ratios", 0.0)] += len(x) / len(seeds)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)

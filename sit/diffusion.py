@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.levels import level_of_each
 from common.randomness import SampleRandom
 from common.roles import SameLatents
 from common.types import FiniteFloat, NonNegativeFloat, PositiveFloat, settings_dataclass
@@ -53,8 +54,9 @@ class SiT:
             raise ValueError(f"the network returns {tuple(v.shape)} for latents {tuple(x.shape)}")
         return v
 
-    def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
-        """Compute D_x = x_t - t v. See `edm.EDM.denoise` for the arguments. x is x_t, and t is the noise level (B,) in [0, 1]."""
+    def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor | float, y: Tensor, **net_kwargs) -> Tensor:
+        """Compute D_x = x_t - t v. See `edm.EDM.denoise` for the arguments. x is x_t, and t is the noise level in [0, 1]."""
+        t = level_of_each(t, x)
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
     def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:

@@ -67,8 +67,7 @@ class FlowSampler:
         dtype = torch.float32 if noise.device.type == "mps" else torch.float64  # MPS does not support float64
 
         def denoised(x: Tensor, t: float) -> Tensor:
-            ts = torch.full((len(x),), t, dtype=torch.float32, device=x.device)
-            return denoiser(x.float(), ts, y).to(dtype)
+            return denoiser(x.float(), t, y).to(dtype)
 
         x = noise.to(dtype)
         for t_cur, t_next in pairwise(self.noise_levels()):

@@ -75,3 +75,12 @@ def test_the_parts_that_a_key_selects_have_what_the_core_expects_of_them():
     assert [*refused_calls(SimpleNamespace(load=lambda folder: {}), WeightAverage)]  # `load` takes no argument
     assert [*refused_calls(SimpleNamespace(__call__=lambda denoiser: denoiser), Sampler)]
     assert {name for name in members(Diffusion) if not hasattr(DDPM(), name)} == {"loss"}  # train.py refuses diffusion=ddpm
+
+
+@pytest.mark.parametrize("diffusion", [EDM(), SiT(), DDPM()])
+def test_a_number_is_the_noise_level_of_all_samples(diffusion):
+    def net(x, t, y):
+        assert t.shape == (len(x),) and t.dtype == torch.float32
+        return x * t.reshape(-1, 1, 1, 1)
+
+    assert torch.equal(diffusion.denoise(net, X, 1.0, T), diffusion.denoise(net, X, torch.ones(len(X)), T))

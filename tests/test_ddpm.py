@@ -44,7 +44,7 @@ def gaussian_denoiser(timesteps, share_of_beta=None):
     bounds = log_variance_bounds(kept.tolist())
 
     def denoiser(x, t, y):
-        i = timesteps.index(int(t[0])) + 1
+        i = timesteps.index(int(t)) + 1
         a, before = kept[i], kept[i - 1]
         gain = np.sqrt(a) * STD**2 / (a * STD**2 + 1 - a)
         D_x = MEAN + gain * (x - np.sqrt(a) * MEAN)

@@ -20,7 +20,7 @@ def gaussian_velocity(x, t, y=None):
 
 
 def gaussian_posterior_mean(x, t, y):
-    t = t.double().reshape(-1, 1, 1, 1)
+    t = torch.as_tensor(t).double().reshape(-1, 1, 1, 1)
     return MEAN + (1 - t) * STD**2 * (x.double() - (1 - t) * MEAN) / ((1 - t) ** 2 * STD**2 + t**2)
 
 
@@ -94,8 +94,8 @@ def test_the_denoiser_is_called_at_the_levels_that_the_sampler_names(solver, eva
     seen = []
 
     def denoiser(x, t, y):
-        assert x.dtype == t.dtype == torch.float32 and t.shape == (4,) and y is LABELS
-        seen.append(t[0].item())
+        assert x.dtype == torch.float32 and isinstance(t, float) and y is LABELS
+        seen.append(t)
         return gaussian_posterior_mean(x, t, y)
 
     sampler = FlowSampler(num_steps=5, solver=solver)
