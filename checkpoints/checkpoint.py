@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint as a value, which the main process reads and shares with the other processes.
 
-    Its small files are verified, and those of the large files that the command reads (`verify_and_read`).
+    Its small files are verified, and those of the large files that the command reads (`open_checkpoint`).
 
     Attributes:
         path: Folder of the checkpoint.
@@ -90,62 +90,26 @@ def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
 # UserError for a checkpoint that does not fit. It is called before large files are hashed, which can take minutes.
 
 
-@dataclass(frozen=True)
-class Damaged:
-    """A checkpoint with a missing or altered file. `problem` names the file."""
-
-    path: Path
-    problem: str
-
-
 def accept(checkpoint: Checkpoint) -> None:
     """Accept any checkpoint."""
 
 
-def verify_and_read(
+def open_checkpoint(
     folder: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
-) -> Checkpoint | Damaged:
+) -> Checkpoint:
     """Verify and read a checkpoint.
 
-    Raises UserError if the disk cannot be read, if this version does not read the files, if `check` does, or (`store.Removed`) if
-    a running trainer removes the checkpoint meanwhile.
+    Raises the errors of `store.verify`, those of `check`, and UserError if this version does not read the files.
     """
-    if problem := find_damage(folder, ()):
-        return Damaged(folder, problem)
+    store.verify(folder, ())
     try:
         checkpoint = read_checkpoint(folder)
     except UserError:
-        store.refuse_removed(folder)
-        if problem := find_damage(folder, files):  # damage comes first: an earlier checkpoint may be readable
-            return Damaged(folder, problem)
+        store.verify(folder, files)  # damage comes first: an earlier checkpoint may be readable
         raise
     check(checkpoint)
-    if problem := find_damage(folder, files):
-        return Damaged(folder, problem)
+    store.verify(folder, files)
     return checkpoint
-
-
-def find_damage(folder: Path, files: Collection[str] | None) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None. Raises UserError if the disk cannot be read."""
-    try:
-        store.verify(folder, files)
-    except UserError as e:
-        store.refuse_removed(folder)
-        if isinstance(e.__cause__, OSError):
-            raise
-        return str(e)
-    return None
-
-
-def scan(
-    folders: Iterable[Path], files: Collection[str] | None, if_removed: str, check: Callable[[Checkpoint], None] = accept
-) -> Iterator[Checkpoint | Damaged]:
-    """Verify and yield checkpoints. Warn of those that a trainer removes meanwhile, with `if_removed`, and leave them out."""
-    for folder in folders:
-        try:
-            yield verify_and_read(folder, files, check)
-        except store.Removed:
-            log.warning("%s was removed while it was read; %s", folder, if_removed)
 
 
 def list_newest_first(root: Path) -> Iterator[Path]:
@@ -158,25 +122,34 @@ def list_newest_first(root: Path) -> Iterator[Path]:
 
 def find_newest(
     root: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
-) -> tuple[Checkpoint | None, list[Damaged]]:
-    """Return the newest intact checkpoint in `root` or None, and the newer ones, which are damaged."""
-    damaged = []
-    for found in scan(list_newest_first(root), files, "looking for the next newest", check):
-        if isinstance(found, Checkpoint):
-            return found, damaged
-        damaged.append(found)
+) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the newest intact checkpoint in `root` or None, and {folder: problem} of newer ones, which are damaged."""
+    damaged = {}
+    for folder in list_newest_first(root):
+        try:
+            return open_checkpoint(folder, files, check), damaged
+        except store.Damaged as e:
+            damaged[folder] = str(e)
+        except store.Removed:
+            log.warning("%s was removed while it was read; looking for the next newest", folder)
     return None, damaged
 
 
 def find_all(root: Path, files: Collection[str] | None = None) -> list[Checkpoint]:
     """Return the checkpoints in `root` in ascending order, without damaged ones, of which it warns, unless all are damaged."""
-    found = [*scan(store.list_steps(root).values(), files, "it is left out")]
-    damaged = [checkpoint.problem for checkpoint in found if isinstance(checkpoint, Damaged)]
-    if damaged and len(damaged) == len(found):
-        raise UserError(damaged[0])
+    found, damaged = [], []
+    for folder in store.list_steps(root).values():
+        try:
+            found.append(open_checkpoint(folder, files))
+        except store.Damaged as e:
+            damaged.append(e)
+        except store.Removed:
+            log.warning("%s was removed while it was read; it is left out", folder)
+    if damaged and not found:
+        raise damaged[0]
     for problem in damaged:
         log.warning("%s; it is left out", problem)
-    return [checkpoint for checkpoint in found if isinstance(checkpoint, Checkpoint)]
+    return found
 
 
 def warn_of_renamed(root: Path, newest: Checkpoint | None) -> None:
@@ -206,18 +179,15 @@ def resolve_checkpoint(
     if holds_latents(folder):
         raise UserError(f"{key}: {folder} holds latents, not a checkpoint; give the folder of a run, such as runs/<name>")
     if (folder / store.MANIFEST).exists():
-        found = verify_and_read(folder, files, check)
-        if isinstance(found, Damaged):
-            raise UserError(found.problem)
-        return found
+        return open_checkpoint(folder, files, check)
     if not (folder / "checkpoints").is_dir():
         what = f"runs/<name> for its newest checkpoint, or runs/<name>/checkpoints/{store.folder_name(400)}"
         raise UserError(f"{key}: {folder} is not the folder of a run or of a complete checkpoint; give {what}")
     newest, damaged = find_newest(folder / "checkpoints", files, check)
     warn_of_renamed(folder / "checkpoints", newest)
     if newest is None:
-        problems = "; ".join(checkpoint.problem for checkpoint in damaged)
-        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {problems or 'none yet'}")
-    for checkpoint in damaged:
-        log.warning("%s; using an earlier checkpoint", checkpoint.problem)
+        problems = "; ".join(damaged.values()) or "none yet"
+        raise UserError(f"{key}={folder} is a run without an intact checkpoint: {problems}")
+    for problem in damaged.values():
+        log.warning("%s; using an earlier checkpoint", problem)
     return newest

@@ -12,7 +12,6 @@ from typing import Literal
 from checkpoints import store
 from checkpoints.checkpoint import (
     Checkpoint,
-    Damaged,
     find_newest,
     read_class_names,
     read_config,
@@ -45,7 +44,7 @@ class RunStart:
         checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
         class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
         changes: Changed settings with which resume=changed resumes.
-        damaged: Damaged checkpoints after the newest intact one. `begin_run` renames them.
+        damaged: {folder: problem} of damaged checkpoints after the newest intact one. `begin_run` renames them.
         renames: For a new run, a description of the run whose results are in the folder. `begin_run` renames them. It is None
             if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
     """
@@ -54,7 +53,7 @@ class RunStart:
     checkpoint: Checkpoint | None = None
     class_names: list[str] | None = None
     changes: list[Change] = field(default_factory=list)
-    damaged: list[Damaged] = field(default_factory=list)
+    damaged: dict[Path, str] = field(default_factory=dict)
     renames: str | None = None
 
 
@@ -98,8 +97,8 @@ def check_routes(cfg: schema.TrainConfig) -> None:
             raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
 
 
-def choose_checkpoint_to_resume(run: RunFolder, cfg: schema.TrainConfig) -> tuple[Checkpoint | None, list[Damaged]]:
-    """Return the run's newest intact checkpoint, or None if it has none, and newer checkpoints, which are damaged.
+def choose_checkpoint_to_resume(run: RunFolder, cfg: schema.TrainConfig) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the run's newest intact checkpoint, or None if it has none, and damaged newer ones (see `find_newest`).
 
     Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other
     settings or was imported.
@@ -111,7 +110,7 @@ def choose_checkpoint_to_resume(run: RunFolder, cfg: schema.TrainConfig) -> tupl
     if newest is None and damaged:
         raise UserError(
             f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
-            f"{'; '.join(checkpoint.problem for checkpoint in damaged)}. Restore one, or start a run under another name=..."
+            f"{'; '.join(damaged.values())}. Restore one, or start a run under another name=..."
         )
     return newest, damaged
 

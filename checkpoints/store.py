@@ -176,6 +176,10 @@ def files_for_sampling(weights: Iterable[str], needs_tracked_ema: bool = False) 
     return [WEIGHTS[name] for name in weights] + ["tracked_ema.safetensors"] * needs_tracked_ema
 
 
+class Damaged(UserError):
+    """A file of a checkpoint is missing or altered. The message names the file. An earlier checkpoint may be intact."""
+
+
 class Removed(UserError):
     """A checkpoint is gone that was there before: a running trainer keeps only `checkpoint.keep_last`."""
 
@@ -193,9 +197,21 @@ def verify(folder: Path, files: Collection[str] | None = None) -> None:
         files: Files to check besides READ_ALWAYS, or None for all files. Other files may be missing. The manifest must list those
             that are in FILES. The others, such as tracked_ema.safetensors, are checked only if it lists them.
 
-    Raises UserError if a file is missing, truncated or altered, or if the folder name does not match the step. If the disk cannot
-    be read, the UserError has an OSError as its cause, and the checkpoint may still be intact.
+    Raises:
+        Damaged: A file is missing, truncated or altered, or the folder name does not match the step.
+        Removed: A running trainer has removed the checkpoint meanwhile.
+        UserError: The disk cannot be read. The checkpoint may still be intact.
     """
+    try:
+        _compare_with_manifest(folder, files)
+    except UserError as e:
+        refuse_removed(folder)
+        if isinstance(e.__cause__, OSError):
+            raise
+        raise Damaged(str(e)) from e
+
+
+def _compare_with_manifest(folder: Path, files: Collection[str] | None) -> None:
     listed = read_listed_hashes(folder)
     expected = dict.fromkeys(FILES) | listed
     if files is not None:

@@ -243,8 +243,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
                 recipes.append(Recipe.for_checkpoint(checkpoint, overrides, find_weak))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                is_unreadable = isinstance(e.__cause__, OSError) or not checkpoint.path.exists()
-                if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
+                if cfg.checkpoints is None or len(refused[number]) == len(checkpoints):
                     raise
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)

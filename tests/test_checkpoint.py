@@ -140,10 +140,10 @@ def test_a_damaged_checkpoint_can_be_renamed_and_the_previous_one_is_used(tmp_pa
     bad = run.checkpoints / "step_0000020"
     change, message = DAMAGES[damage]
     change(bad)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(store.Damaged, match=message):
         store.verify(bad)
     newest, damaged = choose_checkpoint_to_resume(run, CONFIG)
-    assert newest.path == run.checkpoints / "step_0000010" and [checkpoint.path for checkpoint in damaged] == [bad]
+    assert newest.path == run.checkpoints / "step_0000010" and [*damaged] == [bad]
     store.rename_damaged(bad)
     assert path_to_resume(run) == newest.path
     assert [name[:16] for name in names(run.checkpoints)] == ["bad_step_0000020", "step_0000010"]
@@ -286,7 +286,7 @@ def test_a_configuration_with_unknown_and_missing_keys_names_them_all_in_one_lin
 
 def test_resume_takes_the_newest_checkpoint_and_refuses_imported_weights(tmp_path):
     run = RunFolder(tmp_path, "mine")
-    assert choose_checkpoint_to_resume(run, CONFIG) == choose_checkpoint_to_resume(run, checked(["resume=never"])) == (None, [])
+    assert choose_checkpoint_to_resume(run, CONFIG) == choose_checkpoint_to_resume(run, checked(["resume=never"])) == (None, {})
     save(run.checkpoints, 10, 20)
     assert path_to_resume(run) == run.checkpoints / "step_0000020"
     with pytest.raises(UserError, match="resume=never, but .*mine/checkpoints holds checkpoints"):
@@ -414,7 +414,7 @@ def test_a_damaged_checkpoint_of_another_version_is_a_damaged_one(tmp_path):
     renew_manifest(newest)
     (newest / "ema.safetensors").write_bytes(b"")
     found, damaged = find_newest(tmp_path)
-    assert found.path == first and [checkpoint.path for checkpoint in damaged] == [newest]
+    assert found.path == first and [*damaged] == [newest]
     assert [found.path for found in find_all(tmp_path)] == [first]
 
 

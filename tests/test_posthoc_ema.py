@@ -5,16 +5,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, evaluated, run_fid, run_sample, run_train
+from conftest import REPOSITORY, checked, evaluated, run_fid, run_sample, run_train
 from conftest import weights as tensors
 from safetensors.torch import load_file
 
-from checkpoints.checkpoint import resolve_checkpoint
+from checkpoints.checkpoint import find_all, resolve_checkpoint
 from checkpoints.run import list_snapshots
 from common.errors import UserError
 from extras import posthoc_ema
 from extras.posthoc_ema import fit_profile, gamma_from_length
 from extras.tracked_ema import TrackedEMA
+from sampling.fid_plan import choose_recipes
 
 TRACK = ["train.ema_lengths=[0.1,0.25]", "train.ema_snapshot_every=2", "train.lr=1e-2", "checkpoint.every=3"]
 
@@ -192,6 +193,21 @@ def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_l
         run_fid(f"checkpoints={run}", "sampling.ema_length=[0.1,0.05]", *fid)
     with pytest.raises(UserError, match="0 earlier snapshots"):
         run_fid(f"checkpoint={run / 'checkpoints' / 'step_0000003'}", "sampling.ema_length=0.18", *fid)
+
+
+def test_a_sweep_leaves_out_a_checkpoint_that_training_removes_while_its_recipe_is_built(tracked, tmp_path, caplog, monkeypatch):
+    run, find_average = shutil.copytree(tracked, tmp_path / "run"), posthoc_ema.find_average
+    checkpoints = find_all(run / "checkpoints")
+
+    def removed_meanwhile(checkpoint, *settings):
+        if checkpoint.step == 3:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+        return find_average(checkpoint, *settings)
+
+    monkeypatch.setattr(posthoc_ema, "find_average", removed_meanwhile)
+    cfg = checked([f"checkpoints={run}", "sampling.ema_length=0.1", "guidance=none"], "fid")
+    assert [recipe.checkpoint.step for recipe in choose_recipes(cfg, checkpoints)] == [6]
+    assert "step_0000003 is not a complete checkpoint: it has no manifest.json; this point is left out" in caplog.text
 
 
 def test_a_length_that_is_given_twice_is_refused():

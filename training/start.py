@@ -34,8 +34,8 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     if start.kind == "new":
         begin_new_run(run, start)
     else:
-        for damaged in start.damaged:
-            log.warning("%s; renamed to %s", damaged.problem, store.rename_damaged(damaged.path))
+        for folder, problem in start.damaged.items():
+            log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
         run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     if start.kind == "complete":
         restore_config(run, start.checkpoint)
