@@ -19,12 +19,24 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import WandBTracker
 from accelerate.utils import set_seed
-from conftest import TINY, checked, evaluated, losses, make_shard, metrics, renew_manifest, run_train, wait_for, weights
+from conftest import (
+    TINY,
+    checked,
+    evaluated,
+    file_size_limit,
+    losses,
+    make_shard,
+    metrics,
+    renew_manifest,
+    run_train,
+    wait_for,
+    weights,
+)
 from forked import Command
 from PIL import Image
 
 from checkpoints import provenance, run_start, store
-from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config
+from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.load import load_network
 from checkpoints.run import RunFolder
 from checkpoints.run_start import decide_start
@@ -38,7 +50,7 @@ from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
 from training.data import complete_lengths
 from training.hooks import SampleGridHook
-from training.start import begin_new_run
+from training.start import begin_new_run, restore_config
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
@@ -307,6 +319,17 @@ def test_a_complete_run_gets_its_settings_back_after_a_longer_start_without_a_ch
     (run / "config.yaml").write_text(other)
     train("run", *keys)
     assert (run / "config.yaml").read_text() == other != text
+
+
+def test_a_complete_run_whose_settings_cannot_be_written_back_says_so(whole, tmp_path):
+    run = RunFolder(str(tmp_path), "run")
+    shutil.copytree(whole, run.path)
+    newest = resolve_checkpoint(run.path, "checkpoint")
+    run.config.write_text(run.config.read_text().replace("  lr: 0.002\n", "  lr: 0.001\n"))
+    with file_size_limit(100), pytest.raises(UserError, match="^cannot write .*config.yaml: File too large"):
+        restore_config(run, newest)
+    restore_config(run, newest)
+    assert read_config(run.path) == newest.config
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 
@@ -67,9 +66,12 @@ def restore_config(run: RunFolder, newest: Checkpoint) -> None:
 
     A start with more steps may have written config.yaml, and have ended before it saved a checkpoint.
     """
-    with contextlib.suppress(UserError):  # the file is missing, or is not a configuration
-        if differences_by_role("report", "separates", read_config(run.path), newest.config):
-            run.write_config(newest.config.model_dump())
+    try:
+        written = read_config(run.path)
+    except UserError:  # the file is missing, or is not a configuration
+        return
+    if differences_by_role("report", "separates", written, newest.config):
+        run.write_config(newest.config.model_dump())
 
 
 def log_model_and_data(trainer: Trainer, run: RunFolder) -> None:
