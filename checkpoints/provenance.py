@@ -1,4 +1,4 @@
-"""Record the command, the commit and the machine for each start of a run."""
+"""Describe a command for records: its commit, versions and machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from checkpoints.run_start import RunStart
 from common.files import REPOSITORY
 from runtime.job import command_of_run
 
 GIT_TIMEOUT_SEC = 2.0  # the other processes wait meanwhile, and git can hang on a broken file system
 
 
-def describe_start(accelerator: Accelerator, step: int, start: RunStart) -> dict[str, Any]:
-    """Return the record that starts.jsonl stores for a start at `step`."""
+def describe_command(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the time, the command and the commit, and on which machine and with which versions it runs."""
     commit, modified = git_commit()
-    record = {
-        "step": step,
-        "resumed": start.kind == "resume",
+    return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command_of_run()),
         "commit": commit,
@@ -34,11 +31,6 @@ def describe_start(accelerator: Accelerator, step: int, start: RunStart) -> dict
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    if start.changes:
-        record["changed"] = [*map(str, start.changes)]
-    if start.kind == "new" and (initial := start.checkpoint):
-        record["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
-    return record
 
 
 def device_name(device: torch.device) -> str:

@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from checkpoints import store
 from checkpoints.checkpoint import (
@@ -34,27 +33,18 @@ class RunStart:
     `decide_start` decides it before any slow work, `training.loading.load_start` loads the checkpoint, and
     `training.start.begin_run` writes the start into the run's folder.
 
-    | kind     | the run has                              | the command                                               |
-    |----------|------------------------------------------|-----------------------------------------------------------|
-    | new      | no checkpoint                            | trains from step 0, or with init_from as init_state says  |
-    | resume   | a checkpoint                             | trains from the newest checkpoint                         |
-    | complete | a checkpoint of train.num_steps or later | loads it, and makes grids and evaluations due at its step |
-
     Attributes:
+        resumes: Whether the run has a checkpoint, with which the command continues. If that has train.num_steps or more, the run
+            is complete, and the command only makes the grids and evaluations due at its step.
         checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
         class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
-        changes: Changed settings with which resume=changed resumes.
         damaged: {folder: problem} of damaged checkpoints after the newest intact one. `begin_run` renames them.
-        renames: For a new run, a description of the run whose results are in the folder. `begin_run` renames them. It is None
-            if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
     """
 
-    kind: Literal["new", "resume", "complete"]
+    resumes: bool
     checkpoint: Checkpoint | None = None
     class_names: list[str] | None = None
-    changes: list[Change] = field(default_factory=list)
     damaged: dict[Path, str] = field(default_factory=dict)
-    renames: str | None = None
 
 
 def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
@@ -66,18 +56,19 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
     if newest is None:
         check_routes(cfg)
         initial = find_initial_checkpoint(run, cfg)
-        return RunStart("new", initial, initial and read_class_names(initial), renames=owner_of_results(run, cfg))
+        return RunStart(resumes=False, checkpoint=initial, class_names=initial and read_class_names(initial))
     if cfg.init_from is not None:
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
-    changes = changes_on_resume(newest.config, cfg)
-    for change in changes:
+    for change in changes_on_resume(newest.config, cfg):
         log.warning("resumed with a changed setting: %s", change)
-    is_complete = newest.step >= cfg.train.num_steps
-    return RunStart("complete" if is_complete else "resume", newest, changes=changes, damaged=damaged)
+    return RunStart(resumes=True, checkpoint=newest, damaged=damaged)
 
 
 def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
-    """Return whose results the folder of a run without checkpoints holds, or None if the run may write them again."""
+    """Return whose results the folder of a run without checkpoints holds, in words.
+
+    It is None if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
+    """
     if not run.has_results():
         return None
     with contextlib.suppress(UserError):  # the file is not a configuration

@@ -472,11 +472,11 @@ def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, 
         run.path.mkdir()
         run.open()
     start = decide_start(run, checked(TINY))
-    assert start.kind == "new" and run.is_open == is_there
+    assert not start.resumes and run.is_open == is_there
     shutil.copytree(whole, run.path, dirs_exist_ok=True, ignore=lambda folder, names: [gone] if gone else [])
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match="another process has trained .*run meanwhile, .*; run the same command again"):
-        begin_new_run(run, start)
+        begin_new_run(run, checked(TINY))
     assert {path: path.read_bytes() for path in before} == before
 
 

@@ -26,7 +26,7 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 def load_start(trainer: Trainer, start: RunStart) -> None:
     """Load the checkpoint of a run's start, if there is one."""
-    if start.kind != "new":
+    if start.resumes:
         restore(trainer, start.checkpoint)
     elif start.checkpoint is not None:
         load_initial(trainer, start.checkpoint, start.class_names)

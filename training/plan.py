@@ -46,7 +46,7 @@ class TrainPlan:
         """Return what this process sees of the files that all processes read."""
         seen = fingerprint_files_of(self.recipes)
         if (checkpoint := self.start.checkpoint) is not None:
-            key = "init_from" if self.start.kind == "new" else "output_dir"
+            key = "output_dir" if self.start.resumes else "init_from"
             seen.append(fingerprint_folder(key, checkpoint.manifest_file))
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]

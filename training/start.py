@@ -9,12 +9,13 @@ from torch import nn
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_config
-from checkpoints.provenance import describe_start
+from checkpoints.provenance import describe_command
 from checkpoints.run import RunFolder
-from checkpoints.run_start import RunStart
+from checkpoints.run_start import RunStart, changes_on_resume, owner_of_results
 from common.errors import UserError
 from common.files import append_line
 from configs.differences import differences_by_role
+from configs.schema import TrainConfig
 from runtime.compilation import resolve_compile
 from training import optimizers
 from training.trainer import Trainer
@@ -30,35 +31,47 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
     Raises UserError if the disk has no room for a checkpoint, or if a new run's folder has been filled meanwhile.
     """
-    if start.kind == "new":
-        begin_new_run(run, start)
-    else:
+    cfg = trainer.cfg
+    is_complete = trainer.step >= cfg.train.num_steps
+    if start.resumes:
         for folder, problem in start.damaged.items():
             log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
         run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
-    if start.kind == "complete":
+    else:
+        begin_new_run(run, cfg)
+    if is_complete:
         restore_config(run, start.checkpoint)
     else:
-        run.write_config(trainer.cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
-        append_line(run.starts, describe_start(trainer.accelerator, trainer.step, start))
+        run.write_config(cfg.model_dump())  # first, because it shows that the folder is a run if the process is killed
+        append_line(run.starts, describe_start(trainer, start))
     run.delete_results_after(trainer.step)
     log_model_and_data(trainer, run)
-    if start.kind == "complete":
-        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, trainer.cfg.train.num_steps)
+    if is_complete:
+        log.info("this run is complete at step %d: train.num_steps=%d", trainer.step, cfg.train.num_steps)
     else:
         check_disk_space(trainer, run)
         log_training(trainer)
 
 
-def begin_new_run(run: RunFolder, start: RunStart) -> None:
+def begin_new_run(run: RunFolder, cfg: TrainConfig) -> None:
     """Create the folder of a new run, or rename what it holds of another run."""
     was_open = run.is_open  # otherwise, the folder did not exist when `decide_start` looked
     run.open()
     if store.list_steps(run.checkpoints) or (not was_open and run.has_results()):
         raise UserError(f"another process has trained {run.path} meanwhile, or copied a run there; run the same command again")
-    if start.renames:
-        run.rename_results(start.renames)
+    if owner := owner_of_results(run, cfg):
+        run.rename_results(owner)
     run.saved_mark.unlink(missing_ok=True)
+
+
+def describe_start(trainer: Trainer, start: RunStart) -> dict[str, object]:
+    """Return the line of starts.jsonl for this start."""
+    line = {"step": trainer.step, "resumed": start.resumes, **describe_command(trainer.accelerator)}
+    if start.resumes and (changes := changes_on_resume(start.checkpoint.config, trainer.cfg)):
+        line["changed"] = [*map(str, changes)]
+    if not start.resumes and (initial := start.checkpoint):
+        line["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
+    return line
 
 
 def restore_config(run: RunFolder, newest: Checkpoint) -> None:

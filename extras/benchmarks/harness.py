@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from checkpoints.provenance import describe_start
-from checkpoints.run_start import RunStart
+from checkpoints.provenance import describe_command
 from common.files import write_atomically
 from evaluations.tables import markdown_table
 
@@ -145,9 +144,9 @@ def report(title: str, accelerator: Accelerator, records: Sequence[dict[str, obj
     """Print the results as Markdown: machine, versions, commit, command and date, followed by one row per record."""
     if not accelerator.is_main_process:
         return
-    start = describe_start(accelerator, 0, RunStart("new"))
-    start["command"] = start["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
-    header = [f"- {key}: {value}" for key, value in start.items() if key not in ("step", "resumed")]
+    command = describe_command(accelerator)
+    command["command"] = command["command"].replace("extras/benchmarks/__main__.py", "-m extras.benchmarks")
+    header = [f"- {key}: {value}" for key, value in command.items()]
     columns = list(dict.fromkeys(key for record in records for key in record))
     table = markdown_table(columns, [[_cell(record.get(column)) for column in columns] for record in records])
     sys.stdout.write("\n".join([f"# {title}\n", *header, f"\n{NOTES}", table, ""]))
