@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 from functools import partial
@@ -23,7 +24,6 @@ from extras import lightningdit, sprint
 from runtime import compilation, cuda_graph
 from runtime.compilation import check_machine, why_no_cuda_graph
 from training import step_graph, trainer
-from training.hooks import SampleGridHook
 from training.step_graph import StaticRandom, StepGraph
 from training.trainer import StepRandom, Trainer, learning_rate
 
@@ -136,25 +136,34 @@ def test_a_resumed_run_warms_up_and_captures_again(graphs, plain, tmp_path, name
     assert differences(expected, run) == []
 
 
-def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch):
-    made, sizes, at_grids, call_hooks, draw = graphs(True), [], [], Trainer._call_hooks, SampleGridHook.__call__
+@pytest.mark.parametrize("kind", ["grid", "samples", "validation"])
+def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch, kind):
+    made, sizes, at_networks, call_hooks, forward = graphs(True), [], [], Trainer._call_hooks, dit.DiT.forward
 
     def record(trainer):
         call_hooks(trainer)
         sizes.append(len(made[0].calls))
 
-    def record_and_draw(hook, trainer):
-        in_use = [x for reference in made[0].tensors if (x := reference()) is not None]
-        at_grids.append((trainer.step, len(made[0].calls), in_use))
-        draw(hook, trainer)
+    def record_and_run(net, *args, **kwargs):
+        if not net.training:  # the EMA network
+            in_use = [x for reference in made[0].tensors if (x := reference()) is not None]
+            at_networks.append((len(sizes), len(made[0].calls), in_use))
+        return forward(net, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "_call_hooks", record)
-    monkeypatch.setattr(SampleGridHook, "__call__", record_and_draw)
-    looks = ["sample_grid.every=5", "sample_grid.num_samples=2", "sampler.num_steps=1"]
-    replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
-    # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and grids free it.
+    make_shard(tmp_path / "held_out" / "a.safetensors", channels=1, size=8, num_classes=10)
+    looks = {
+        "grid": ["sample_grid.every=5", "sample_grid.num_samples=2", "sampler.num_steps=1"],
+        "samples": ["evaluation.every=5", "evaluation.num_samples=4", "sampler.num_steps=1", "guidance=none"],
+        "validation": ["evaluation.every=5", "evaluation.reference=null", f"evaluation.validation={tmp_path / 'held_out'}"],
+    }[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_call_hooks", record)
+        patch.setattr(dit.DiT, "forward", record_and_run)
+        replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
+    # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and these hooks free it.
     assert [size > 0 for size in sizes] == [False, False, False, True, True, False, True, False]
-    assert at_grids == [(5, 0, []), (7, 0, [])]  # (step, operations in the graph, its tensors that are in use)
+    # (step, operations in the graph, its tensors that are in use)
+    assert [key for key, _ in itertools.groupby(at_networks)] == [(5, 0, []), (7, 0, [])]
     graphs(False)
     assert differences(run_train(tmp_path, "plain", *KEYS, *looks), replayed) == []
 

@@ -61,12 +61,12 @@ class SampleGridHook(Hook):
     run: RunFolder
     every: int
     image_sampler: ImageSampler
-    runs_network = True
 
     def __call__(self, trainer: Trainer) -> None:
         file = self.run.samples / f"{store.folder_name(trainer.step)}.png"
         if on_main(file.exists):
             return
+        trainer.free_graph()
         accelerator, size = trainer.accelerator, trainer.cfg.sampling.batch_size
         seeds = list(range(trainer.cfg.sample_grid.num_samples))
         labels = [seed % self.image_sampler.data.num_classes for seed in seeds]
@@ -98,7 +98,6 @@ class EvaluationHook(Hook):
 
     results: Results
     every: int
-    runs_network = True
 
     def planned(self, trainer: Trainer) -> PlannedEvaluation:
         raise NotImplementedError
@@ -110,6 +109,7 @@ class EvaluationHook(Hook):
         planned = self.planned(trainer)
         if on_main(lambda: self.results.find(planned) is not None):
             return
+        trainer.free_graph()
         record = self.evaluate(trainer, planned)
         on_main(partial(self.results.add, record))
         metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}

@@ -41,14 +41,11 @@ class Hook:
     """A callback that the trainer calls every `every` steps and after the last step, or never if `every` is 0.
 
     When a run resumes, the trainer calls the hooks that are due at its step again, because a signal may have interrupted them.
-    Hooks can read the trainer's state, but must not change the weights or the optimizer.
-
-    Attributes:
-        runs_network: Whether the hook runs a network, for whose activations the trainer frees the memory of its CUDA graph.
+    Hooks can read the trainer's state, but must not change the weights or the optimizer. A hook that runs a network calls
+    `Trainer.free_graph` before, because the network needs memory for its activations.
     """
 
     every: int
-    runs_network = False
 
     def measure(self, trainer: Trainer) -> None:
         """The trainer calls this method before the update of the step after which the hook is due.
@@ -265,8 +262,6 @@ class Trainer:
             torch.cuda.synchronize(self.device)  # include the queued steps in the training time
         self.train_sec += time.perf_counter() - self._start_sec
         for hook in due:
-            if hook.runs_network:
-                self.free_graph()
             hook(self)
         self._start_clock()
 
