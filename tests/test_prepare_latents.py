@@ -31,7 +31,7 @@ from latents import autoencoders
 from latents.channel_statistics import are_mirrored
 from latents.dataset import LatentDataset
 from latents.prepare.inspect import open_originals
-from latents.prepare.labelled_images import TarImages, describe_classes, open_labelled_images
+from latents.prepare.labelled_images import describe_classes, open_labelled_images
 from latents.prepare.write import ShardFolder
 from latents.shards import ShardInfo, latents_for_network, normalize_latents, write_shard
 from training.data import complete_config, open_training_latents
@@ -624,8 +624,8 @@ def test_tars_of_equal_names_in_several_folders_are_told_apart(tmp_path, caplog)
     for folder in "ab":
         write_image_tars(tmp_path / "tars" / folder, np.random.default_rng(ord(folder)))
     images = open_labelled_images(tmp_path / "tars")
-    assert isinstance(images, TarImages)
-    bad, at = tmp_path / "tars" / "a" / "0.tar", images.items[1].start
+    assert len(images.members) == 12
+    bad, at = tmp_path / "tars" / "a" / "0.tar", images.members[1].start
     bad.write_bytes(bad.read_bytes()[:at] + bytes(100) + bad.read_bytes()[at + 100 :])
     found = open_labelled_images(tmp_path / "tars")
     assert len({*found.names}) == 12 and found.names[1] == "a/0.tar/0000001.png"

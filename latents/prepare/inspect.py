@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -109,7 +110,9 @@ def open_originals(dataset: LatentDataset, folder: str) -> ImageReader:
     Raises UserError if their number differs from the number of latents.
     """
     settings = dataset.encode_settings
-    images = open_labelled_images(folder, label_by="none" if dataset.info.num_classes == 1 else "paths_only")
+    # Labels do not matter here, but dataset.json may list a part of the images. If it exists, `first_level` reads it.
+    has_json = os.path.lexists(Path(folder) / "dataset.json")
+    images = open_labelled_images(folder, "first_level" if has_json and dataset.info.num_classes > 1 else "none")
     keys = ("background", "pad", "grey", "value_range")
     reader = ImageReader(images, dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
     part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -32,7 +32,7 @@ from common.images import (
 from common.types import MAX_CLASSES
 from latents.dataset import evenly_spaced_items
 from latents.shards import Duplicates, Part
-from latents.tars import TAR_NAME, check_single_split, index_tars, splits_in_name
+from latents.tars import TAR_NAME, TarMember, check_single_split, index_tars, splits_in_name
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,6 @@ def read_dataset_json(folder: Path) -> tuple[list[str], np.ndarray]:
     return [name for name, _ in entries], np.array([label for _, label in entries], dtype=np.int64)
 
 
-L = TypeVar("L", bound="LabelledImages")
-
-
 class LabelledImages:
     """A list of labelled images, which are accessed by index.
 
@@ -83,14 +80,23 @@ class LabelledImages:
         labels: Class labels [N] in int64.
         all_labels: The labels of all images from which `select` selected, so that each part of a data set has all classes.
         class_names: Class names, or None if the class names are unknown.
+        members: Where the images lie in tars, which are read without unpacking. None if each image is a file.
         unsupported: Image files in the folder whose format `encode` does not support.
         problems: Links, folders and images that cannot be read, and class folders without images, as {relative path: message}.
     """
 
-    def __init__(self, path: Path, names: list[str], labels: np.ndarray | list[int], class_names: list[str] | None = None):
+    def __init__(
+        self,
+        path: Path,
+        names: list[str],
+        labels: np.ndarray | list[int],
+        class_names: list[str] | None = None,
+        members: list[TarMember] | None = None,
+    ):
         self.path = path
         self.names = names
         self.class_names = class_names
+        self.members = members
         self.labels = self.all_labels = np.asarray(labels, dtype=np.int64)
         self.unsupported: list[str] = []
         self.problems: dict[str, str] = {}
@@ -98,11 +104,12 @@ class LabelledImages:
     def __len__(self) -> int:
         return len(self.names)
 
-    def select(self: L, indices: Sequence[int]) -> L:
+    def select(self, indices: Sequence[int]) -> LabelledImages:
         """Return the list of the images with the given indices."""
         selected = copy.copy(self)
         selected.names = [self.names[i] for i in indices]
         selected.labels = self.labels[indices]
+        selected.members = self.members and [self.members[i] for i in indices]
         return selected
 
     def select_part(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> LabelledImages:
@@ -130,6 +137,8 @@ class LabelledImages:
 
     def read(self, index: int) -> bytes:
         """Return the content of an image's file. Raises OSError if it cannot be read."""
+        if self.members is not None:
+            return self.members[index].read()
         file = self.path / self.names[index]
         if not file.is_file():  # reading a pipe could block forever
             raise OSError(errno.EINVAL, NOT_A_FILE)
@@ -137,7 +146,7 @@ class LabelledImages:
 
     def size(self, index: int) -> int:
         """Return the file size of an image in bytes."""
-        return (self.path / self.names[index]).stat().st_size
+        return self.members[index].size if self.members is not None else (self.path / self.names[index]).stat().st_size
 
     def hash(self, start: int, stop: int) -> str:
         """Hash the names, file sizes and labels of images start .. stop - 1, and the content of up to four images.
@@ -154,33 +163,6 @@ class LabelledImages:
         return digest.hexdigest()
 
 
-class TarImages(LabelledImages):
-    """Images `<key>.jpg` (or another format) and text labels `<key>.cls` in WebDataset tars, which are read without unpacking.
-
-    If `is_labelled` is false, all labels are 0, and the tars need no `.cls`.
-    """
-
-    def __init__(self, path: Path, is_labelled: bool = True):
-        self.items = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
-        folder = path if path.is_dir() else path.parent
-        files = {item.file for item in self.items}
-        are_told_apart = len({file.name for file in files}) == len(files)
-        tars = {file: file.name if are_told_apart else file.relative_to(folder).as_posix() for file in files}
-        names = [f"{tars[item.file]}/{item.name}" for item in self.items]
-        super().__init__(path, names, [item.label for item in self.items])
-
-    def select(self, indices: Sequence[int]) -> TarImages:
-        selected = super().select(indices)
-        selected.items = [self.items[i] for i in indices]
-        return selected
-
-    def size(self, index: int) -> int:
-        return self.items[index].size
-
-    def read(self, index: int) -> bytes:
-        return self.items[index].read()
-
-
 def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledImages:
     """Find images and their labels, and log what is left out.
 
@@ -188,8 +170,7 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
         path: Folder of images, folder of WebDataset tars, or a single tar.
         label_by: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
             `first_level` is like `auto`, but the classes are the first-level folders, with all that is below them, and the tars
-            may belong to several parts of a data set. `paths_only` lists the same images for a caller that needs no labels,
-            also if the folders are no classes.
+            may belong to several parts of a data set.
 
     Raises:
         UserError: If there are no images, if dataset.json lists a missing image, or if the folders that hold images are no
@@ -208,7 +189,7 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
     else:
         if label_by == "auto":
             check_single_split(path, "or set labels=first_level to use all")
-        images = TarImages(path, label_by != "none")
+        images = _find_in_tars(path, label_by != "none")
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     _log_left_out(path, listed)
@@ -218,12 +199,25 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
 
 def _label(path: Path, names: list[str], label_by: str, problems: dict[str, str]) -> LabelledImages:
     """Label the images of a folder. `_label_by_folder` adds to `problems`."""
-    has_json = os.path.lexists(path / "dataset.json")
-    if label_by in ("auto", "first_level") and not has_json:
-        return _label_by_folder(path, names, label_by == "first_level", problems)
-    if label_by != "none" and has_json:
+    if label_by == "none":
+        return LabelledImages(path, names, [0] * len(names))
+    if os.path.lexists(path / "dataset.json"):
         return _label_by_json(path, names)
-    return LabelledImages(path, names, [0] * len(names))
+    return _label_by_folder(path, names, label_by == "first_level", problems)
+
+
+def _find_in_tars(path: Path, is_labelled: bool) -> LabelledImages:
+    """List the images `<key>.jpg` (or another format) in WebDataset tars, and their labels `<key>.cls`.
+
+    If `is_labelled` is false, all labels are 0, and the tars need no `.cls`.
+    """
+    members = index_tars(path, tuple(suffix[1:] for suffix in SUFFIXES), is_labelled)
+    folder = path if path.is_dir() else path.parent
+    files = {member.file for member in members}
+    are_told_apart = len({file.name for file in files}) == len(files)
+    tars = {file: file.name if are_told_apart else file.relative_to(folder).as_posix() for file in files}
+    names = [f"{tars[member.file]}/{member.name}" for member in members]
+    return LabelledImages(path, names, [member.label for member in members], members=members)
 
 
 def _log_left_out(path: Path, listed: Listing) -> None:
