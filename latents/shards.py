@@ -32,6 +32,7 @@ MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardFolder` removes after all shards are written
 LATENT_TENSORS = ("latents", "latents_flip")
 Kind = Literal["sample", "moments"]
+LabelBy = Literal["auto", "none", "first_level"]
 Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
@@ -216,6 +217,7 @@ class _Manifest(_AllowsExtra):
     shards: dict[str, str]
     settings: _EncodeSettings
     class_names: list[str] | None = None
+    label_by: LabelBy | None = None  # `labels` of `encode`
     left_out: list[_LeftOut] = []
     notes: dict[str, int] = {}
 

@@ -961,6 +961,28 @@ def test_inspection_lists_the_images_that_encode_lists_whatever_their_labels(ima
     assert "1 problems\n- 9 of 10 classes have no item" in problems_of(out, f"images={unlabelled}", "grid=none")
 
 
+def test_inspection_knows_whether_encode_read_dataset_json(images, tmp_path, caplog):
+    caplog.set_level("INFO")
+    folder = shutil.copytree(images, tmp_path / "images")
+    names = open_labelled_images(folder).names
+    (folder / "dataset.json").write_text(json.dumps({"labels": [(name, 0) for name in names[4:]]}))
+    listed = encode(folder, tmp_path / "listed", "identity")
+    inspect(listed, f"images={folder}", "grid=none")
+    assert "36 of 36 decoded latents match their image" in caplog.text
+    all_images = encode(folder, tmp_path / "all", "identity", "labels=none", "num_classes=2")
+    problems = "1 problems\n- 1 of 2 classes have no item: 1 0"
+    assert problems_of(all_images, f"images={folder}", "grid=none").endswith(problems)
+    assert "40 of 40 decoded latents match their image" in caplog.text
+    inspect(encode(folder, tmp_path / "one", "identity", "labels=none"), f"images={folder}", "grid=none")
+    for out in (tmp_path / "one", listed):  # manifests of earlier versions lack the entry: one class means labels=none
+        manifest = json.loads((out / "manifest.json").read_text())
+        del manifest["label_by"]
+        (out / "manifest.json").write_text(json.dumps(manifest))
+    inspect(tmp_path / "one", f"images={folder}", "grid=none")
+    with pytest.raises(UserError, match="holds 40 images, but .*listed holds 36 latents"):
+        inspect(listed, f"images={folder}", "grid=none")
+
+
 def test_enlarged_images_are_counted(tmp_path, caplog):
     caplog.set_level("INFO")
     for i, size in enumerate((8, 31, 32, 64)):

@@ -72,7 +72,7 @@ def encode(cfg: EncodeConfig) -> None:
     # The error comes after every process has made its shards, because it ends all processes.
     if unreadable:
         raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "unread": images.unsupported}
+    entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
     on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
 
 

@@ -19,7 +19,7 @@ from latents.batches import map_ahead
 from latents.prepare.image_reader import ImageReader
 from latents.prepare.labelled_images import LabelledImages, count_classes, describe_classes, open_labelled_images
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
-from latents.shards import Duplicates, Kind, NumClasses, Part, Resolution, ShardInfo
+from latents.shards import Duplicates, Kind, LabelBy, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics
 from runtime.processes import FileFingerprint
 
@@ -34,7 +34,7 @@ class EncodeConfig:
     output: Text  # folder for the shards
     # `auto` makes the folders that hold the images the classes. `first_level` makes the first level of folders the classes, and
     # accepts tars of several parts of a data set. `none` assigns all images to a single class.
-    labels: Literal["auto", "none", "first_level"] = "auto"
+    labels: LabelBy = "auto"
     # `validation` selects about one of 20 images and `train` selects the others. Equal images belong to the same part.
     part: Part = "all"
     duplicates: Duplicates = "keep"  # whether to leave out images that equal an earlier one (`skip`)

@@ -110,9 +110,11 @@ def open_originals(dataset: LatentDataset, folder: str) -> ImageReader:
     Raises UserError if their number differs from the number of latents.
     """
     settings = dataset.encode_settings
-    # Labels do not matter here, but dataset.json may list a part of the images. If it exists, `first_level` reads it.
-    has_json = os.path.lexists(Path(folder) / "dataset.json")
-    images = open_labelled_images(folder, "first_level" if has_json and dataset.info.num_classes > 1 else "none")
+    # Manifests of earlier versions lack `label_by`.
+    label_by = dataset.manifest.get("label_by") or ("none" if dataset.info.num_classes == 1 else "auto")
+    # Labels do not matter here. But unless labels=none, `encode` uses only the images in dataset.json, which `first_level` reads.
+    reads_json = label_by != "none" and os.path.lexists(Path(folder) / "dataset.json")
+    images = open_labelled_images(folder, "first_level" if reads_json else "none")
     keys = ("background", "pad", "grey", "value_range")
     reader = ImageReader(images, dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
     part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")

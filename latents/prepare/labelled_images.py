@@ -31,7 +31,7 @@ from common.images import (
 )
 from common.types import MAX_CLASSES
 from latents.dataset import evenly_spaced_items
-from latents.shards import Duplicates, Part
+from latents.shards import Duplicates, LabelBy, Part
 from latents.tars import TAR_NAME, TarMember, check_single_split, index_tars, splits_in_name
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class LabelledImages:
         return digest.hexdigest()
 
 
-def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledImages:
+def open_labelled_images(path: str | Path, label_by: LabelBy = "auto") -> LabelledImages:
     """Find images and their labels, and log what is left out.
 
     Args:
@@ -197,7 +197,7 @@ def open_labelled_images(path: str | Path, label_by: str = "auto") -> LabelledIm
     return images
 
 
-def _label(path: Path, names: list[str], label_by: str, problems: dict[str, str]) -> LabelledImages:
+def _label(path: Path, names: list[str], label_by: LabelBy, problems: dict[str, str]) -> LabelledImages:
     """Label the images of a folder. `_label_by_folder` adds to `problems`."""
     if label_by == "none":
         return LabelledImages(path, names, [0] * len(names))
