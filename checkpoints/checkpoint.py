@@ -30,6 +30,7 @@ class Checkpoint:
         step: Number of completed optimizer steps.
         config: Configuration of the run, with the meaning of this version.
         state: The contents of state.json.
+        class_names: Names of the classes that the network was trained on, or None if they are unknown.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Checkpoint:
     step: int
     config: schema.TrainConfig = field(compare=False)
     state: dict = field(compare=False)
+    class_names: list[str] | None = field(default=None, compare=False)
 
     @property
     def run_folder(self) -> Path | None:
@@ -58,7 +60,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a checkpoint's small files. The caller has verified them."""
     checkpoint_hash = store.hash_checkpoint(folder)
     state = store.read_state(folder)
-    return Checkpoint(folder, checkpoint_hash, state["step"], read_config(folder), state)
+    config = read_config(folder)
+    return Checkpoint(folder, checkpoint_hash, state["step"], config, state, find_class_names(config, state))
 
 
 def read_config(folder: Path) -> schema.TrainConfig:
@@ -68,15 +71,15 @@ def read_config(folder: Path) -> schema.TrainConfig:
     return read_stored(config, schema.TrainConfig, file)
 
 
-def read_class_names(checkpoint: Checkpoint) -> list[str] | None:
-    """Return the names of the classes that the network was trained on, or None if they are unknown.
+def find_class_names(config: schema.TrainConfig, state: dict) -> list[str] | None:
+    """Return the class names that state.json holds, or else those of the run's latents, if these are still at data.path.
 
-    Earlier versions stored no names in checkpoints. Then they come from the run's latents, if these are still at data.path.
+    Earlier versions stored no names in checkpoints.
     """
-    if (names := checkpoint.state.get("class_names")) is not None:
+    if (names := state.get("class_names")) is not None:
         return names
-    path = checkpoint.config.data.path
-    trained_on = checkpoint.state.get("data")  # hash of the latents
+    path = config.data.path
+    trained_on = state.get("data")  # hash of the latents
     with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
         manifest = read_manifest(path)
         if manifest and trained_on not in (None, hash_of_shards(manifest["shards"])):

@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.checkpoint import (
-    Checkpoint,
-    find_newest,
-    read_class_names,
-    read_config,
-    resolve_checkpoint,
-    warn_of_renamed,
-)
+from checkpoints.checkpoint import Checkpoint, find_newest, read_config, resolve_checkpoint, warn_of_renamed
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
@@ -37,13 +30,11 @@ class RunStart:
         resumes: Whether the run has a checkpoint, with which the command continues. If that has train.num_steps or more, the run
             is complete, and the command only makes the grids and evaluations due at its step.
         checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
-        class_names: Names of the classes of the checkpoint of init_from, or None if they are unknown.
         damaged: {folder: problem} of damaged checkpoints after the newest intact one. `begin_run` renames them.
     """
 
     resumes: bool
     checkpoint: Checkpoint | None = None
-    class_names: list[str] | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
 
 
@@ -55,8 +46,7 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
     newest, damaged = choose_checkpoint_to_resume(run, cfg)
     if newest is None:
         check_routes(cfg)
-        initial = find_initial_checkpoint(run, cfg)
-        return RunStart(resumes=False, checkpoint=initial, class_names=initial and read_class_names(initial))
+        return RunStart(resumes=False, checkpoint=find_initial_checkpoint(run, cfg))
     if cfg.init_from is not None:
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
     for change in changes_on_resume(newest.config, cfg):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, find_all, read_class_names, resolve_checkpoint
+from checkpoints.checkpoint import Checkpoint, find_all, resolve_checkpoint
 from common.errors import UserError, prefix_errors
 from common.files import REPOSITORY, hash_bytes
 from common.images import are_same_colour
@@ -47,13 +47,11 @@ class FidPoint:
         planned: What it measures.
         results: The results to which its record is added.
         recipe: Recipe of the samples to evaluate, or None for images on disk.
-        class_names: Names of the classes of the recipe's network, or None if they are unknown.
     """
 
     planned: PlannedEvaluation
     results: Results
     recipe: Recipe | None = None
-    class_names: list[str] | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -305,11 +303,7 @@ def points_of_recipes(
         planned.setdefault(evaluation.key, (evaluation, recipe))
     checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned.values()))
     results = open_results(output, checkpoints)
-    class_names = {checkpoint: read_class_names(checkpoint) for checkpoint in checkpoints}
-    return [
-        FidPoint(evaluation, results[recipe.checkpoint], recipe, class_names[recipe.checkpoint])
-        for evaluation, recipe in planned.values()
-    ]
+    return [FidPoint(evaluation, results[recipe.checkpoint], recipe) for evaluation, recipe in planned.values()]
 
 
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:

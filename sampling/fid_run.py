@@ -78,7 +78,7 @@ class PointRunner:
         if image_sampler is None:
             scored = score_images(self._evaluator, plan.images, point.planned)
         else:
-            scored = score_samples(self._evaluator, image_sampler, point.planned, point.class_names, name=title)
+            scored = score_samples(self._evaluator, image_sampler, point.planned, recipe.checkpoint.class_names, name=title)
         if self.accelerator.is_main_process:
             self._storing.append(self._thread.submit(self._store, point, *scored))
 

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, read_class_names, resolve_checkpoint
+from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from common.errors import UserError, as_user_error
 from common.files import (
     hash_bytes,
@@ -61,7 +61,6 @@ class SamplePlan:
         output: Folder of the images.
         files: File of each seed.
         missing: Seeds whose files do not exist yet.
-        class_names: Names of the network's classes, or None if they are unknown.
         npz: Whether to write all images to an .npz file, too.
     """
 
@@ -71,7 +70,6 @@ class SamplePlan:
     output: Path
     files: dict[int, Path]
     missing: list[int]
-    class_names: list[str] | None
     npz: bool
 
     def file_fingerprints(self) -> list[FileFingerprint]:
@@ -87,7 +85,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     run_config = checkpoint.config
-    names = read_class_names(checkpoint)
+    names = checkpoint.class_names
     machine = complete_overrides(cfg.machine, dict(run_config.machine), Machine)
     check_compile_mode(machine.compile, device)
     recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
@@ -99,7 +97,7 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     files = name_files(output, labels, names)
     missing = [seed for seed, file in files.items() if not file.exists()]
     log.info("%s: %d of %d images to make, in %s", checkpoint.path, len(missing), len(files), output)
-    return SamplePlan(machine, recipe, labels, output, files, missing, names, cfg.npz)
+    return SamplePlan(machine, recipe, labels, output, files, missing, cfg.npz)
 
 
 def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
@@ -263,7 +261,7 @@ def sample_files(image_sampler: ImageSampler, seeds: list[int], plan: SamplePlan
 
 def write_grid_and_npz(plan: SamplePlan) -> None:
     """Write the first images to grid_<seeds>.png and, if `npz` is true, all images to samples_<seeds>.npz."""
-    output, files, labels, names = plan.output, plan.files, plan.labels, plan.class_names
+    output, files, labels, names = plan.output, plan.files, plan.labels, plan.recipe.checkpoint.class_names
     seeds = list(files)
     spec = f"{seeds[0]}-{seeds[-1]}"
     if seeds != list(range(seeds[0], seeds[-1] + 1)):

@@ -29,7 +29,7 @@ def load_start(trainer: Trainer, start: RunStart) -> None:
     if start.resumes:
         restore(trainer, start.checkpoint)
     elif start.checkpoint is not None:
-        load_initial(trainer, start.checkpoint, start.class_names)
+        load_initial(trainer, start.checkpoint)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -54,11 +54,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         log.warning(message, checkpoint.step, now, before)
 
 
-def load_initial(trainer: Trainer, checkpoint: Checkpoint, class_names: list[str] | None) -> None:
-    """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step.
-
-    `class_names` are the names of the classes of the other run, or None if they are unknown.
-    """
+def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step."""
     folder, step, init_state = checkpoint.path, checkpoint.step, trainer.cfg.init_state
     tensors = store.load(folder) if init_state == "all" else store.load_weights_and_ema(folder)
     sides = (trainer.net.state_dict(), tensors.model)
@@ -78,7 +75,7 @@ def load_initial(trainer: Trainer, checkpoint: Checkpoint, class_names: list[str
         restore_weights(trainer, folder, tensors, without=LABEL_TABLE)
         # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
         set_counters(trainer, step=0, ema_num_updates=0)
-    differing = differing_class(class_names, trainer.dataset.class_names)
+    differing = differing_class(checkpoint.class_names, trainer.dataset.class_names)
     if differing and num_classes == stored_num_classes:
         message = "%s was trained on other classes (%s), and each class starts from the old class of the same number"
         log.warning(message, folder, differing)
