@@ -31,7 +31,7 @@ def main(cfg: TrainConfig) -> float | None:
     from runtime import processes
     from runtime.compilation import check_machine
     from runtime.machine import start_accelerator
-    from training import build, tracking
+    from training import build, loop, tracking
     from training.data import complete_config, open_training_latents, open_validation, warn_of_unusual_scale
     from training.hooks import lowest_metric
     from training.loading import load_start
@@ -63,7 +63,7 @@ def main(cfg: TrainConfig) -> float | None:
     ema = build.build_ema(train, net)  # a copy of the network, made before the trainer compiles it
     hooks = build.build_hooks(cfg, plan, ema, run, validation, accelerator)
     alignment = build.build_alignment(cfg, dataset, accelerator)  # last, because loading the encoder takes long
-    trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment, hooks)
+    trainer = Trainer(accelerator, cfg, net, ema, dataset, alignment)
 
     # Load the checkpoint, and train.
     load_start(trainer, plan.start)
@@ -71,13 +71,13 @@ def main(cfg: TrainConfig) -> float | None:
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:
         tracking.init_trackers(accelerator, cfg, run)
-    is_complete = trainer.train()
+    is_complete = loop.train(trainer, run, hooks)
     run.close()
     exit_code = end_run_after_signal(trainer.stop, trainer.step, is_complete)
     tracking.finish(accelerator)
     if exit_code is not None:
         sys.exit(exit_code)  # also ends a sweep
-    return processes.on_main(partial(lowest_metric, trainer))
+    return processes.on_main(partial(lowest_metric, trainer, hooks))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ LOG_SUFFIXES = (".out", ".err", ".log", ".txt")  # files with these suffixes may
 
 
 class TrainingLine(BaseModel, strict=True):
-    """A line of metrics.jsonl: losses, speed and norms since the line before (`Trainer.reduce_and_reset_metrics`)."""
+    """A line of metrics.jsonl: losses, speed and norms since the line before (`training.loop.collect_metrics`)."""
 
     step: NonNegativeInt
     loss: FiniteFloat

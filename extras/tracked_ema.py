@@ -15,7 +15,8 @@ from common.files import hash_bytes, write_atomically
 from extras.posthoc_ema import TRACKED_EMA, gamma_from_length
 from runtime.processes import on_main
 from training.ema import EMA
-from training.trainer import Hook, Trainer
+from training.hooks import Hook
+from training.trainer import Trainer
 
 
 class TrackedEMA(EMA):

@@ -217,10 +217,10 @@ def test_alignment_decreases_its_loss_and_leaves_the_first_diffusion_loss_unchan
 def test_a_run_with_block_8_aligns_the_tokens_after_block_8_and_no_others(repa, train, monkeypatch):
     outputs, observed, train_step, loss = [], [], Trainer.train_step, Alignment.loss
 
-    def record_outputs(trainer, micro_batches):
+    def record_outputs(trainer, *args):
         for block in trainer.net.blocks:
             block.register_forward_hook(lambda _, args, out: outputs.append(out))
-        train_step(trainer, micro_batches)
+        return train_step(trainer, *args)
 
     def record_tokens(alignment, projector, net, shown):
         observed.append(net.tokens)

@@ -134,9 +134,9 @@ def test_a_backup_of_a_checkpoint_does_not_have_the_figures_of_training(edm, tmp
 def test_a_reference_that_changes_during_training_does_not_change_what_the_figures_say(train, tmp_path, monkeypatch):
     reference, step = shutil.copy(REPOSITORY / REFERENCE.partition("=")[2], tmp_path / "reference.npz"), Trainer.train_step
 
-    def remove_and_step(trainer, batch):
+    def remove_and_step(trainer, *args):
         Path(reference).unlink(missing_ok=True)
-        return step(trainer, batch)
+        return step(trainer, *args)
 
     monkeypatch.setattr(Trainer, "train_step", remove_and_step)
     run = train("run", *EVAL, "guidance=none", f"evaluation.reference={reference}")

@@ -6,18 +6,17 @@ from conftest import losses, metrics, run_train, weights
 
 from checkpoints.run import read_metrics
 from evaluations.record import read_records
-from training.hooks import MetricsHook
-from training.step_metrics import STEP_METRICS
+from training.step_metrics import STEP_METRICS, grad_norm
 
 
 def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipping(tmp_path, monkeypatch):
-    gradients, measure = [], MetricsHook.measure
+    gradients = []
 
-    def record(hook, trainer):
+    def record(trainer):
         gradients.append(torch.cat([p.grad.flatten().double() for p in trainer.parameters.values()]))
-        measure(hook, trainer)
+        return grad_norm(trainer)
 
-    monkeypatch.setattr(MetricsHook, "measure", record)
+    monkeypatch.setitem(STEP_METRICS, "grad_norm", record)
     keys = ["train.grad_accum_steps=2", "checkpoint.every=1", "checkpoint.keep_last=9", "train.log_every=3", "train.num_steps=7"]
     run = run_train(tmp_path, "run", *keys, "train.grad_clip_norm=1e-3", "train.lr=1e-2")
     lines = metrics(run)
@@ -31,7 +30,7 @@ def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipp
 
 def test_measuring_changes_no_bit_of_a_run(tmp_path, monkeypatch):
     run = run_train(tmp_path, "run")
-    monkeypatch.setattr(MetricsHook, "measure", lambda hook, trainer: None)
+    monkeypatch.setattr("training.loop.STEP_METRICS", {})
     plain = run_train(tmp_path, "plain")
     assert losses(run) == losses(plain) and "grad_norm" in metrics(run)[0] and "grad_norm" not in metrics(plain)[0]
     assert all(torch.equal(x, weights(run, 6)[name]) for name, x in weights(plain, 6).items())

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.func import functional_call
 
 from training import step_graph, trainer
-from training.hooks import MetricsHook
+from training.step_metrics import STEP_METRICS
 from training.trainer import Trainer
 
 WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -46,18 +46,20 @@ def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypat
         monkeypatch.setattr(torch.Tensor, waiting, recorded(waiting, getattr(torch.Tensor, waiting)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append("synchronize"))
     monkeypatch.setattr(Trainer, "train_step", lambda *args: calls_before_step.append(len(calls)) or train_step(*args))
-    calls_of_metrics, measure = [], MetricsHook.measure
+    calls_of_metrics = []
 
-    def measured(hook, trainer):
+    def measured(metric, trainer):
         before = len(calls)
-        measure(hook, trainer)
+        value = metric(trainer)
         calls_of_metrics.append(calls[before:])
+        return value
 
-    monkeypatch.setattr(MetricsHook, "measure", measured)
+    for metric in [*STEP_METRICS]:
+        monkeypatch.setitem(STEP_METRICS, metric, partial(measured, STEP_METRICS[metric]))
     run_train(tmp_path, "run", "train.num_steps=6", "train.log_every=6", *SETTINGS[name])
     # Steps 1 to 5 and the code of the loop after each of them made no such call.
     assert len(calls_before_step) == 6 and calls_before_step[-1] == calls_before_step[0], calls[calls_before_step[0] :]
-    assert calls_of_metrics == [[]]
+    assert calls_of_metrics == [[]] * len(STEP_METRICS)
     assert len(calls) > calls_before_step[-1]  # writing the line of metrics waits
 
 

@@ -138,10 +138,12 @@ def test_a_resumed_run_warms_up_and_captures_again(graphs, plain, tmp_path, name
 
 @pytest.mark.parametrize("kind", ["grid", "samples", "validation"])
 def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch, kind):
-    made, sizes, at_networks, call_hooks, forward = graphs(True), [], [], Trainer._call_hooks, dit.DiT.forward
+    made, sizes, at_networks, batches, forward = graphs(True), [], [], Trainer.batches, dit.DiT.forward
 
-    def record(trainer):
-        call_hooks(trainer)
+    def batches_and_record(trainer):
+        for micro_batches in batches(trainer):
+            sizes.append(len(made[0].calls))
+            yield micro_batches
         sizes.append(len(made[0].calls))
 
     def record_and_run(net, *args, **kwargs):
@@ -157,7 +159,7 @@ def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_
         "validation": ["evaluation.every=5", "evaluation.reference=null", f"evaluation.validation={tmp_path / 'held_out'}"],
     }[kind]
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_call_hooks", record)
+        patch.setattr(Trainer, "batches", batches_and_record)
         patch.setattr(dit.DiT, "forward", record_and_run)
         replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
     # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and these hooks free it.

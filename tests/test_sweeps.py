@@ -19,7 +19,7 @@ import train as script
 from checkpoints import store
 from common.files import REPOSITORY
 from runtime import job, machine
-from training.saving import CheckpointHook
+from training.saving import CheckpointWriter
 
 
 def runs_of(folder):
@@ -136,8 +136,14 @@ def test_a_signal_to_one_process_during_the_last_save_of_a_run_ends_the_sweep_of
 
 
 def test_a_complete_run_in_a_job_of_submitit_returns_its_metric_after_a_signal(monkeypatch, tmp_path):
-    finish = CheckpointHook.finish
-    monkeypatch.setattr(CheckpointHook, "finish", lambda *arguments: send(signal.SIGINT) or finish(*arguments))
+    save = CheckpointWriter.save
+
+    def interrupt(checkpoints, trainer):
+        if checkpoints.saved_step == trainer.step:  # after the last hook
+            send(signal.SIGINT)
+        save(checkpoints, trainer)
+
+    monkeypatch.setattr(CheckpointWriter, "save", interrupt)
     monkeypatch.setattr(machine, "prepare_job", lambda: None)
     evaluation = ["evaluation.every=2", "evaluation.num_samples=20", "sampler.num_steps=2", "train.num_steps=2"]
     for name, executor in (("job", "local"), ("own", None)):

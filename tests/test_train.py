@@ -48,6 +48,7 @@ from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, write_shard
 from routing_module import TokenRouter
+from training import loop
 from training.data import complete_lengths
 from training.hooks import SampleGridHook
 from training.start import begin_new_run, restore_config
@@ -802,7 +803,7 @@ def test_errors_of_wandb_become_one_warning_and_training_continues(whole, tmp_pa
 
 
 def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock(train, monkeypatch):
-    seconds, starts, start_clock = [0.0], [], Trainer._start_clock
+    seconds, steps, starts, start_clock = [0.0], [], [], loop.Clock.start
 
     def slowed(method, by_sec):
         def call(*args):
@@ -811,10 +812,13 @@ def test_the_speed_excludes_the_time_of_hooks_and_only_due_hooks_pause_the_clock
 
         return call
 
-    monkeypatch.setattr("training.trainer.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
-    monkeypatch.setattr(Trainer, "train_step", slowed(Trainer.train_step, 2.0))
+    def counted(train_step):
+        return lambda *args: steps.append(1) or train_step(*args)
+
+    monkeypatch.setattr("training.loop.time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(Trainer, "train_step", counted(slowed(Trainer.train_step, 2.0)))
     monkeypatch.setattr(SampleGridHook, "__call__", slowed(SampleGridHook.__call__, 100.0))
-    monkeypatch.setattr(Trainer, "_start_clock", lambda trainer: starts.append(trainer.step) or start_clock(trainer))
+    monkeypatch.setattr(loop.Clock, "start", lambda clock: starts.append(len(steps)) or start_clock(clock))
     run = train("run", "train.num_steps=6", "train.log_every=3", *GRIDS)
     assert [line["steps_per_sec"] for line in metrics(run)] == [0.5, 0.5]
     assert starts == [0, 2, 3, 4, 6]
@@ -946,9 +950,10 @@ def patch_save(monkeypatch, before):
         before(step)
         return original_save(root, step, *args)
 
-    def train_step(trainer, micro_batches):
-        original_step(trainer, micro_batches)
+    def train_step(trainer, *args):
+        measured = original_step(trainer, *args)
         trained.append(trainer.step)
+        return measured
 
     monkeypatch.setattr(store, "save", save)
     monkeypatch.setattr(Trainer, "train_step", train_step)

@@ -13,10 +13,10 @@ from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
 from sampling.evaluator import Evaluator, build_detectors
 from sampling.recipe import compile_mode_for
-from training import hooks, saving
+from training import hooks
 from training.ema import EMA
+from training.hooks import Hook
 from training.plan import TrainPlan
-from training.trainer import Hook
 from training.validation import ValidationLossHook
 
 
@@ -39,12 +39,10 @@ def build_alignment(cfg: schema.TrainConfig, dataset: LatentDataset, accelerator
 def build_hooks(
     cfg: schema.TrainConfig, plan: TrainPlan, ema: EMA, run: RunFolder, validation: LatentDataset | None, accelerator: Accelerator
 ) -> list[Hook]:
-    """Build the trainer's hooks, and compile the EMA network, from which they sample and of which they compute the loss."""
+    """Build the hooks of the training loop, and compile the EMA network, from which they sample or compute the loss."""
     mode = compile_mode_for(plan.recipes, resolve_compile(cfg.machine.compile, accelerator.device))
     compile_network(ema.net, mode)
-    checkpoints = saving.CheckpointHook(run, cfg.checkpoint.every, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-    # Metrics come before checkpoints, which store the losses since the last metrics line.
-    active: list[Hook] = [hooks.MetricsHook(run, cfg.train.log_every, checkpoints.raise_write_error), checkpoints]
+    active: list[Hook] = []
     if cfg.train.ema_lengths:
         from extras import tracked_ema  # imported only for train.ema_lengths
 

@@ -1,17 +1,15 @@
-"""Hooks that write metrics, sample grids and evaluation results between training steps."""
+"""Hooks, which the training loop calls between steps: they sample grids and evaluate the network."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-
-from torch import Tensor
 
 from checkpoints import store
 from checkpoints.run import RunFolder
-from common.files import append_line, open_atomically
+from common.files import open_atomically
 from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
@@ -23,32 +21,24 @@ from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
 from sampling.score import score_samples, settings_of_samples
-from training.step_metrics import STEP_METRICS
 from training.tracking import track, track_grid
-from training.trainer import Hook, Trainer
+from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class MetricsHook(Hook):
-    """A hook that writes a training line with losses, speed and `STEP_METRICS` to metrics.jsonl and to Weights & Biases."""
+class Hook:
+    """A callback that the training loop calls every `every` steps and after the last step, or never if `every` is 0.
 
-    run: RunFolder
+    When a run resumes, the loop calls the hooks that are due at its step again, because a signal may have interrupted them.
+    Hooks can read the trainer's state, but must not change the weights or the optimizer. A hook that runs a network calls
+    `Trainer.free_graph` before, because the network needs memory for its activations.
+    """
+
     every: int
-    raise_write_error: Callable[[], None]  # function that raises UserError if a checkpoint could not be written
-    measured: dict[str, Tensor] = field(default_factory=dict, init=False)  # the `STEP_METRICS` of the last step
-
-    def measure(self, trainer: Trainer) -> None:
-        self.measured = {name: metric(trainer) for name, metric in STEP_METRICS.items()}
 
     def __call__(self, trainer: Trainer) -> None:
-        self.raise_write_error()
-        if trainer.step == trainer.first_step:
-            return
-        record = trainer.reduce_and_reset_metrics() | {name: float(value) for name, value in self.measured.items()}
-        on_main(partial(append_line, self.run.metrics, record))  # a full disk is one line on every process
-        track(trainer.accelerator, record)
+        raise NotImplementedError
 
 
 @dataclass
@@ -117,9 +107,9 @@ class EvaluationHook(Hook):
         track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
 
 
-def lowest_metric(trainer: Trainer) -> float | None:
+def lowest_metric(trainer: Trainer, hooks: Iterable[Hook]) -> float | None:
     """Return the metric of the last evaluations that sweepers minimise (`record.lowest_figure`), or None without any."""
-    records = [hook.results.find(hook.planned(trainer)) for hook in trainer.hooks if isinstance(hook, EvaluationHook)]
+    records = [hook.results.find(hook.planned(trainer)) for hook in hooks if isinstance(hook, EvaluationHook)]
     return lowest_figure(record for record in records if record is not None)
 
 

@@ -17,7 +17,7 @@ from common.progress import log_if_slow
 from configs.settings import Settings
 from runtime.processes import on_main
 from training import optimizers
-from training.trainer import Hook, Trainer
+from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +35,22 @@ class TrainerState(Settings):
     class_names: list[str] | None = None  # names of the classes of the training latents, or None if they are unknown
 
 
-class CheckpointHook(Hook):
-    """A hook that writes checkpoints on the main process while training continues. Each save waits for the previous save.
+class CheckpointWriter:
+    """Writes checkpoints on the main process while training continues. Each save waits for the previous save.
 
     Raises:
         UserError: On every process, if the run has diverged, the weights are not finite, or a checkpoint could not be written.
     """
 
-    def __init__(self, run: RunFolder, every: int, keep_last: int, keep_every: int):
+    def __init__(self, run: RunFolder, keep_last: int, keep_every: int):
         self.run = run
-        self.every = every
         self.keep = (keep_last, keep_every)
         self.saved_step: int | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None  # set only on the main process
 
-    def __call__(self, trainer: Trainer) -> None:
+    def save(self, trainer: Trainer) -> None:
+        """Save a checkpoint, unless this step has one or no step has been trained. Every process must call this method."""
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.raise_write_error(wait=True)
@@ -96,10 +96,6 @@ class CheckpointHook(Hook):
                     self._writing.result()
 
         on_main(result)
-
-    def finish(self, trainer: Trainer) -> None:
-        self(trainer)
-        self.raise_write_error(wait=True)
 
     def close(self) -> None:
         """Wait for the write in progress, so that an error elsewhere does not interrupt it."""

@@ -1,4 +1,4 @@
-"""Metrics of a training step, in addition to the losses and the speed that the trainer measures."""
+"""Metrics of a training step, in addition to its losses and the speed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def weight_norm(trainer: Trainer) -> Tensor:
     return torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
 
 
-# Functions by name in metrics.jsonl. `hooks.MetricsHook` calls them in the last step before a training line, after the backward
-# pass and before the update. They return a number on the device, [], and must not read it, which would wait for the device.
+# Functions by name in metrics.jsonl. `Trainer.train_step` calls them in the last step before a line, after the backward pass and
+# before the update. They return a number on the device, [], and must not read it, which would wait for the device.
 STEP_METRICS: dict[str, Callable[[Trainer], Tensor]] = {"grad_norm": grad_norm, "weight_norm": weight_norm}

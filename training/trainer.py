@@ -1,13 +1,11 @@
-"""The trainer and its training loop. Hooks write metrics and checkpoints, sample images and evaluate the network."""
+"""The trainer, which holds the state of a run and trains a step. `training.loop` calls it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from common.errors import Diverged
 from common.interfaces import TokenAlignment
-from common.interruption import Interrupted, until_stopped
-from common.progress import progress_bar
 from common.randomness import SampleRandom, derive_seed
 from configs.schema import Train, TrainConfig
 from dit import DiT
@@ -25,7 +21,7 @@ from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
 from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
-from training.losses import LossMeter, means_by_bin, sums_by_bin
+from training.losses import LossMeter, sums_by_bin
 from training.optimizers import OPTIMIZERS
 from training.parallel import prepare_modules
 from training.step_graph import StepGraph
@@ -35,32 +31,6 @@ from training.stop import StopSignal
 # max(1, (std / sigma_data)^2), which is at most 16 for latents of the usual scale. With a far too high learning rate, the loss
 # can reach 1e4 and recover.
 MAX_LOSS = 1e6
-
-
-class Hook:
-    """A callback that the trainer calls every `every` steps and after the last step, or never if `every` is 0.
-
-    When a run resumes, the trainer calls the hooks that are due at its step again, because a signal may have interrupted them.
-    Hooks can read the trainer's state, but must not change the weights or the optimizer. A hook that runs a network calls
-    `Trainer.free_graph` before, because the network needs memory for its activations.
-    """
-
-    every: int
-
-    def measure(self, trainer: Trainer) -> None:
-        """The trainer calls this method before the update of the step after which the hook is due.
-
-        The parameters then have their gradients, which are not clipped yet. The method must not wait for the device.
-        """
-
-    def __call__(self, trainer: Trainer) -> None:
-        raise NotImplementedError
-
-    def finish(self, trainer: Trainer) -> None:
-        """The trainer calls this method after the last step or after a signal stops training."""
-
-    def close(self) -> None:
-        """The trainer calls this method when training ends, even after an error."""
 
 
 class StepRandom(SampleRandom):
@@ -89,7 +59,6 @@ class Trainer:
         net: The network without wrappers. Checkpoints store its weights.
         ema: The EMA of `net` before its first update.
         alignment: An `extras.alignment.Alignment`, or None.
-        hooks: Hooks in the order in which the trainer calls them.
 
     Attributes:
         modules: The trained modules, which are `net` and, with alignment, the projector.
@@ -101,9 +70,7 @@ class Trainer:
         micro_batch_slices: Slices of the global batch, one for each micro-batch of this process.
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_meter: The diffusion loss and, with alignment, the alignment loss since the last metrics line.
-        train_sec: Training time since the last metrics line, without hooks.
-        stop: The `StopSignal`, which `train` activates.
-        bar: The progress bar, which `train` shows.
+        stop: The `StopSignal`, which the training loop activates.
     """
 
     def __init__(
@@ -114,7 +81,6 @@ class Trainer:
         ema: EMA,
         dataset: LatentDataset,
         alignment: TokenAlignment | None = None,
-        hooks: Sequence[Hook] = (),
     ):
         self.accelerator = accelerator
         self.device = accelerator.device
@@ -123,7 +89,6 @@ class Trainer:
         self.ema = ema
         self.dataset = dataset
         self.alignment = alignment
-        self.hooks = list(hooks)
         self.modules = [net] if alignment is None else [net, alignment.projector]
         self.wrapped = prepare_modules(accelerator, cfg, self.modules, ema.net)
         self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
@@ -139,9 +104,7 @@ class Trainer:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.image_offset = 0
         self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
-        self.train_sec = self._start_sec = 0.0
         self.stop = StopSignal()
-        self.bar = progress_bar(disable=True)
 
     def batches(self) -> Iterator[tuple[tuple[Tensor, ...], ...]]:
         """Yield this process's micro-batches for each remaining step of the run, in the format that `train_step` expects."""
@@ -160,12 +123,17 @@ class Trainer:
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
         return zip(*[micro_batches] * len(self.micro_batch_slices))  # one tuple of micro-batches per step
 
-    def train_step(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
+    def train_step(
+        self, micro_batches: Sequence[tuple[Tensor, ...]], metrics: Mapping[str, Callable[[Trainer], Tensor]] | None = None
+    ) -> dict[str, Tensor]:
         """Run the forward pass, backward pass, optimizer and EMA for one global batch without waiting for the device.
+
+        Return the values of `metrics`, which are measured before the update, when the gradients are not yet clipped.
 
         Args:
             micro_batches: (stored latents, labels) for each of `self.micro_batch_slices`. With alignment, each tuple also has
                 images.
+            metrics: Functions by name, such as `training.step_metrics.STEP_METRICS`.
         """
         cfg = self.cfg
         compute_gradients = self.graph or self.compute_gradients  # the graph replays the same function
@@ -181,11 +149,11 @@ class Trainer:
                 losses, bin_sums = compute_gradients(random_for, stored, labels, *patches)
             losses_of_step += losses / len(self.micro_batch_slices)
             self.loss_meter.bin_sums += bin_sums
-        for hook in self._due_hooks(self.step + 1):
-            hook.measure(self)
+        measured = {name: metric(self) for name, metric in (metrics or {}).items()}
         self._update_weights()
         self.loss_meter.add_step(losses_of_step)
         self.step += 1
+        return measured
 
     def _update_weights(self) -> None:
         """Clip the gradients, step the optimizers with the learning rate of this step, remove the gradients, update the EMA."""
@@ -223,90 +191,10 @@ class Trainer:
         total_loss.backward()
         return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), random.quantiles)
 
-    def train(self) -> bool:
-        """Train from self.step to the end of the run or until a signal arrives. Return whether the run is complete.
-
-        The hooks are called when they are due. A signal stops training after the current step or sample batch, and `Hook.finish`
-        then saves a checkpoint. Raises UserError if the run has diverged or another process has ended.
-        """
-        num_steps = self.cfg.train.num_steps
-        is_silent = self.step >= num_steps or not self.accelerator.is_main_process
-        self.bar = progress_bar(total=num_steps, initial=self.step, unit="step", disable=is_silent, mininterval=0.5)
-        with self.bar, self.stop, contextlib.ExitStack() as stack:
-            for hook in self.hooks:
-                stack.callback(hook.close)
-            stack.callback(self.free_graph)
-            self._start_clock()
-            is_complete = False
-            with contextlib.suppress(Interrupted):
-                self._call_hooks()  # a signal may have interrupted hooks at this step
-                for micro_batches in until_stopped(self.batches(), self.stop.poll):
-                    self.train_step(micro_batches)
-                    self.bar.update()
-                    self._call_hooks()
-                is_complete = True
-            for hook in self.hooks:
-                hook.finish(self)
-            self.stop.poll()  # a signal during the last save counts, too
-        return is_complete
-
-    def _due_hooks(self, step: int) -> list[Hook]:
-        """Return the hooks that the trainer calls after `step` completed steps."""
-        is_last = step >= self.cfg.train.num_steps  # above, if resume=changed has lowered num_steps
-        return [hook for hook in self.hooks if hook.every > 0 and step > 0 and (is_last or step % hook.every == 0)]
-
-    def _call_hooks(self) -> None:
-        if not (due := self._due_hooks(self.step)):
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # include the queued steps in the training time
-        self.train_sec += time.perf_counter() - self._start_sec
-        for hook in due:
-            hook(self)
-        self._start_clock()
-
     def free_graph(self) -> None:
         """Free the memory of the CUDA graph, if there is one. The next step captures the graph again."""
         if self.graph is not None:
             self.graph.reset()
-
-    def _start_clock(self) -> None:
-        """Continue to measure the training time, without the hooks, and restart CUDA's peak memory.
-
-        A metrics line therefore has the peak memory of the steps since the last hooks, not since the last line.
-        """
-        self._start_sec = time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def reduce_and_reset_metrics(self) -> dict[str, Any]:
-        """Return a metrics record with the losses and speed since the last record.
-
-        Every process must call this method between steps.
-        """
-        losses = self.reduce_losses()
-        batch_size = self.cfg.train.batch_size
-        num_timed = min(self.loss_meter.num_steps, self.step - self.first_step)  # without those before a resume
-        steps_per_sec = num_timed / max(self.train_sec, 1e-9)
-        images = self.step * batch_size + self.image_offset
-        record = {
-            "step": self.step,
-            **dict(zip(self.loss_meter.names, losses)),
-            "loss_by_level": means_by_bin(self.loss_meter.bin_sums),
-            "lr": self.optimizers[0].param_groups[0]["lr"],
-            "steps_per_sec": steps_per_sec,
-            "images_per_sec": steps_per_sec * batch_size,
-            "images_seen": images,
-            "epoch": images / len(self.dataset),
-        }
-        if self.device.type == "cuda":
-            record["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            # The peak of allocations does not contain the activations inside a CUDA graph.
-            record["reserved_memory_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
-        self.loss_meter.reset()
-        self.train_sec = 0.0
-        self.bar.set_postfix({"loss": f"{losses[0]:.4f}", "images/s": f"{record['images_per_sec']:.0f}"}, refresh=False)
-        return record
 
     def reduce_losses(self) -> list[float]:
         """Return the losses since the last metrics record, averaged over all processes (`LossMeter.reduce`).

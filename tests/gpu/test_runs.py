@@ -19,7 +19,7 @@ from checkpoints.run import RunFolder
 from extras.posthoc_ema import gamma_from_length
 from gpu.runs import exact_attention, trainer_for
 from training.optimizers import get_state
-from training.saving import CheckpointHook
+from training.saving import CheckpointWriter
 
 
 @pytest.mark.parametrize("graphs", ["none", "step"])
@@ -101,13 +101,13 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
     trainer = trainer_for(device, size, tmp_path, f"train.cuda_graphs={graphs}")
     run, batches, expected = RunFolder(str(tmp_path), "run"), trainer.batches(), {}
     run.open()
-    saving = CheckpointHook(run, 1, keep_last=9, keep_every=0)
+    saving = CheckpointWriter(run, keep_last=9, keep_every=0)
     for _ in range(2):
         for _ in range(3):
             trainer.train_step(next(batches))
         expected[trainer.step] = copy(trainer)
         may_write.clear()
-        saving(trainer)  # waits for the previous save
+        saving.save(trainer)  # waits for the previous save
         for _ in range(2):  # while the checkpoint is written, if the write has begun
             trainer.train_step(next(batches))
         may_write.set()
