@@ -1,12 +1,17 @@
 """The lines of metrics.jsonl: norms of the gradient and of the weights, and a new metric."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import losses, metrics, run_train, weights
 
 from checkpoints.run import read_metrics
 from evaluations.record import read_records
+from training.hooks import SampleGridHook
+from training.loop import Clock
 from training.step_metrics import STEP_METRICS, grad_norm
+from training.trainer import Trainer
 
 
 def test_the_norms_are_those_of_the_last_step_before_the_update_and_before_clipping(tmp_path, monkeypatch):
@@ -46,6 +51,24 @@ def test_a_new_metric_needs_one_function_and_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(STEP_METRICS, "largest_weight", largest_weight)
     run = run_train(tmp_path, "run", "train.log_every=3")
     assert [line["largest_weight"] > 0 for line in metrics(run)] == [True, True] and steps == [2, 5]
+
+
+def test_the_peak_memory_is_that_of_all_steps_since_the_last_line_without_grids(tmp_path, monkeypatch):
+    peak = [0.0]  # in GiB; the weights take 1
+
+    def use_memory(function, sizes):
+        return lambda *args: peak.append(max(peak.pop(), next(sizes))) or function(*args)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1.0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(peak[0] * 2**30))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int((peak[0] + 0.5) * 2**30))
+    monkeypatch.setattr("training.loop.Clock", lambda device: Clock(torch.device("cuda")))
+    monkeypatch.setattr(Trainer, "train_step", use_memory(Trainer.train_step, iter([5.0, 4.0, 3.0, 2.0, 2.0, 4.0])))
+    monkeypatch.setattr(SampleGridHook, "__call__", use_memory(SampleGridHook.__call__, itertools.repeat(9.0)))
+    grids = ["sample_grid.every=2", "sample_grid.num_samples=2", "sampler.num_steps=1"]
+    lines = metrics(run_train(tmp_path, "run", "train.log_every=3", *grids))
+    assert [(line["peak_memory_gib"], line["reserved_memory_gib"]) for line in lines] == [(5.0, 5.5), (4.0, 4.5)]
 
 
 def test_metrics_hold_training_lines_and_evaluations_are_records_of_their_own(tmp_path):

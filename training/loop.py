@@ -79,21 +79,22 @@ def is_due(every: int, step: int, num_steps: int) -> bool:
 
 
 class Clock:
-    """Measures the time of training steps, without what happens between them.
+    """Measures the time and the peak memory of training steps, without what happens between them.
 
     Attributes:
         sec: Training time since the last metrics line.
+        memory: Peak memory of these steps in GiB, by name in metrics.jsonl. It is empty on a CPU.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.reset()
+
+    def reset(self) -> None:
         self.sec = 0.0
+        self.memory: dict[str, float] = {}
 
     def start(self) -> None:
-        """Continue to measure the time, and restart CUDA's peak memory.
-
-        A metrics line therefore has the peak memory of the steps since the last hooks, not since the last line.
-        """
         self._start_sec = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -101,11 +102,15 @@ class Clock:
     def stop(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # include the queued steps
+            # The peak of allocations does not contain the activations inside a CUDA graph.
+            allocated, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            for name, num_bytes in (("peak_memory_gib", allocated), ("reserved_memory_gib", reserved)):
+                self.memory[name] = max(self.memory.get(name, 0.0), num_bytes / 2**30)
         self.sec += time.perf_counter() - self._start_sec
 
 
 def collect_metrics(trainer: Trainer, clock: Clock, measured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl: the losses and speed since the last line, and what the last step measured.
+    """Return a line of metrics.jsonl: losses, speed and peak memory since the last line, and what the last step measured.
 
     Every process must call this function between steps. It starts the interval of the next line.
     """
@@ -123,11 +128,8 @@ def collect_metrics(trainer: Trainer, clock: Clock, measured: Mapping[str, Tenso
         "images_per_sec": steps_per_sec * batch_size,
         "images_seen": images,
         "epoch": images / len(trainer.dataset),
+        **clock.memory,
     }
-    if trainer.device.type == "cuda":
-        line["peak_memory_gib"] = torch.cuda.max_memory_allocated(trainer.device) / 2**30
-        # The peak of allocations does not contain the activations inside a CUDA graph.
-        line["reserved_memory_gib"] = torch.cuda.max_memory_reserved(trainer.device) / 2**30
     meter.reset()
-    clock.sec = 0.0
+    clock.reset()
     return line | {name: float(value) for name, value in measured.items()}
