@@ -41,8 +41,26 @@ class Diffusion(Protocol):
         """Return the estimate of the clean latents (see `edm.EDM.denoise`)."""
         ...
 
-    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs: Any) -> Tensor:
-        """Return the loss of each sample, (B,) (see `edm.EDM.loss`). Diffusions that only sample have none."""
+    # Diffusions that only sample have none of the following methods.
+
+    def draw_levels(self, random: SampleRandom) -> tuple[Tensor, Tensor]:
+        """Draw the noise levels (B,) of a training step. Also return their quantiles (B,) in [0, 1], to sort losses by level."""
+        ...
+
+    def levels_at(self, quantiles: Tensor) -> Tensor:
+        """Return the noise levels (B,) at quantiles (B,) of the distribution that training draws from."""
+        ...
+
+    def loss(
+        self,
+        net: Callable[..., Tensor],
+        x: Tensor,
+        y: Tensor,
+        random: SampleRandom,
+        levels: Tensor | None = None,
+        **net_kwargs: Any,
+    ) -> Tensor:
+        """Return the loss of each sample, (B,), at noise levels (B,), which it draws itself if None (see `edm.EDM.loss`)."""
         ...
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,13 +27,7 @@ def _plain(part: int | str | tuple) -> int | str | tuple:
 
 
 class SampleRandom:
-    """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `draw_with`.
-
-    Attributes:
-        quantiles: Quantiles in [0, 1] of the noise levels, [B], after `draw_for_noise_level` has been called.
-    """
-
-    quantiles: Tensor | None = None
+    """Random numbers for B samples. In every result, the samples are the first axis. Subclasses define `draw_with`."""
 
     def randn(self, *shape: int) -> Tensor:
         """Draw standard normal numbers [B, *shape]."""
@@ -43,20 +36,6 @@ class SampleRandom:
     def rand(self, *shape: int) -> Tensor:
         """Draw uniform numbers in [0, 1), [B, *shape]."""
         return self.draw_with(torch.rand, shape)
-
-    def draw_for_noise_level(self, distribution: Literal["normal", "uniform"]) -> Tensor:
-        """Draw the numbers [B] from which a loss computes its noise levels, and store their quantiles for `loss_by_level`.
-
-        The noise levels must increase with the numbers. A loss calls this method once. A second call raises RuntimeError.
-        """
-        if self.quantiles is not None:
-            raise RuntimeError("a second call of draw_for_noise_level would replace the quantiles of the noise levels")
-        numbers = self._draw_noise_level(torch.randn if distribution == "normal" else torch.rand)
-        self.quantiles = torch.special.ndtr(numbers) if distribution == "normal" else numbers
-        return numbers
-
-    def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
-        return self.draw_with(draw, ())
 
     def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         """Draw numbers [B, *shape] with `draw`, which is torch.randn or torch.rand."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from common.levels import level_of_each
@@ -56,15 +57,30 @@ class EDM:
             raise ValueError(f"the network returns {tuple(F_x.shape)} for latents {tuple(x.shape)}")
         return c_skip * x + c_out * F_x.float()
 
-    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
+    def draw_levels(self, random: SampleRandom) -> tuple[Tensor, Tensor]:
+        """Draw sigma (B,) for training. Return it with its quantiles (B,)."""
+        numbers = random.randn()
+        return self._sigma(numbers), torch.special.ndtr(numbers)
+
+    def levels_at(self, quantiles: Tensor) -> Tensor:
+        """Return sigma (B,) at quantiles (B,) of its distribution in training."""
+        return self._sigma(torch.special.ndtri(quantiles))
+
+    def _sigma(self, numbers: Tensor) -> Tensor:
+        return (self.P_mean + self.P_std * numbers).exp()
+
+    def loss(
+        self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, levels: Tensor | None = None, **net_kwargs
+    ) -> Tensor:
         """Return the weighted squared error (B,) of the denoised latents, averaged over C, H and W (Eq. 2 and Table 1).
 
         Args:
             x: Clean latents, (B, C, H, W) float32.
             y: Labels, (B,) int64.
-            random: Random number source for B samples, from which the loss draws sigma first and then the noise.
+            random: Random number source for B samples, from which the loss draws the noise.
+            levels: sigma, (B,) float32. If None, the loss draws it before the noise (`draw_levels`).
         """
-        sigma = (self.P_mean + self.P_std * random.draw_for_noise_level("normal")).exp()  # (B,)
+        sigma = self.draw_levels(random)[0] if levels is None else levels
         noisy = x + sigma.reshape(-1, 1, 1, 1) * random.randn(*x.shape[1:])
         weight = (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
         D_x = self.denoise(net, noisy, sigma, y, **net_kwargs)

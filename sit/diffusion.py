@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,18 +60,32 @@ class SiT:
         t = level_of_each(t, x)
         return x - t.reshape(-1, 1, 1, 1) * self.velocity(net, x, t, y, **net_kwargs)
 
-    def loss(self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, **net_kwargs) -> Tensor:
+    def draw_levels(self, random: SampleRandom) -> tuple[Tensor, Tensor]:
+        """Draw t (B,) for training. Return it with its quantiles (B,)."""
+        if self.timestep == "uniform":
+            t = random.rand()
+            return t, t
+        numbers = random.randn()
+        return self._logit_normal(numbers), torch.special.ndtr(numbers)
+
+    def levels_at(self, quantiles: Tensor) -> Tensor:
+        """Return t (B,) at quantiles (B,) of its distribution in training."""
+        return quantiles if self.timestep == "uniform" else self._logit_normal(torch.special.ndtri(quantiles))
+
+    def _logit_normal(self, numbers: Tensor) -> Tensor:
+        return (self.logit_mean + self.logit_std * numbers).sigmoid()
+
+    def loss(
+        self, net: Callable[..., Tensor], x: Tensor, y: Tensor, random: SampleRandom, levels: Tensor | None = None, **net_kwargs
+    ) -> Tensor:
         """Return the squared error (B,) of the velocity, averaged over C, H and W (SiT, section 2.1), plus the cosine term.
 
         The cosine term of LightningDiT (arXiv 2501.01423) and FasterDiT (arXiv 2410.10356) is cosine_weight times the average
         over H and W of 1 - cos(v, eps - x), where each cosine is computed over the C channels.
 
-        See `edm.EDM.loss` for the arguments. The loss draws t from `random` first and then the noise.
+        See `edm.EDM.loss` for the arguments. The levels are t.
         """
-        if self.timestep == "uniform":
-            t = random.draw_for_noise_level("uniform")  # (B,)
-        else:
-            t = (self.logit_mean + self.logit_std * random.draw_for_noise_level("normal")).sigmoid()
+        t = self.draw_levels(random)[0] if levels is None else levels
         eps = random.randn(*x.shape[1:])
         v = self.velocity(net, x + t.reshape(-1, 1, 1, 1) * (eps - x), t, y, **net_kwargs)
         loss = (v - (eps - x)).square().mean(dim=(1, 2, 3))

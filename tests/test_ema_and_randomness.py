@@ -1,12 +1,17 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from conftest import renew_manifest, weights
+from scipy.special import expit
 from scipy.stats import norm
 
 from common.errors import UserError
 from common.randomness import SeedRandom
+from edm import EDM
 from sampling.sampler import draw_labels
+from sit import SiT
 from training.ema import EMA
 from training.trainer import StepRandom
 
@@ -113,18 +118,27 @@ def test_sampling_draws_depend_on_the_seed_alone():
     assert together.randn().shape == SeedRandom([3, 11, 5], CPU).rand().shape == (3,)
 
 
-@pytest.mark.parametrize("distribution", ["normal", "uniform"])
-def test_only_the_named_draw_stores_the_quantiles_of_the_noise_levels(distribution):
-    random, other = SeedRandom([3, 11, 5], CPU), SeedRandom([3, 11, 5], CPU)
-    random.randn(), random.rand(), random.rand()  # draws without a shape
-    assert random.quantiles is None
-    other.randn(), other.rand(), other.rand()
-    numbers = random.draw_for_noise_level(distribution)
-    assert torch.equal(numbers, other.randn() if distribution == "normal" else other.rand())
-    expected = norm.cdf(numbers) if distribution == "normal" else numbers
-    assert torch.asarray(random.quantiles).numpy() == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(RuntimeError, match="a second call of draw_for_noise_level"):
-        random.draw_for_noise_level(distribution)
+@pytest.mark.parametrize(
+    ("diffusion", "level_at"),
+    [
+        (EDM(P_mean=-0.4, P_std=0.8), lambda q: np.exp(-0.4 + 0.8 * norm.ppf(q))),
+        (SiT(), lambda q: q),
+        (SiT(timestep="logit_normal", logit_mean=-1.0, logit_std=2.0), lambda q: expit(-1 + 2 * norm.ppf(q))),
+    ],
+)
+def test_noise_levels_are_drawn_with_their_quantiles_and_before_the_noise(diffusion, level_at):
+    random, other, whole = (SeedRandom([3, 11, 5], CPU) for _ in range(3))
+    levels, quantiles = diffusion.draw_levels(random)
+    expected = other.rand().numpy() if diffusion == SiT() else norm.cdf(other.randn())
+    assert quantiles.numpy() == pytest.approx(expected, abs=1e-6) and levels.numpy() == pytest.approx(
+        level_at(expected), rel=1e-5
+    )
+    given = np.array([1e-4, 0.25, 0.5, 0.9999], dtype=np.float32)
+    assert diffusion.levels_at(torch.from_numpy(given)).numpy() == pytest.approx(level_at(given), rel=1e-3)
+    loss = partial(diffusion.loss, lambda x, t, y: x, torch.ones(3, 2, 1, 1), torch.zeros(3, dtype=torch.int64))
+    found = loss(random, levels)
+    assert torch.equal(found, loss(whole)) and torch.equal(random.randn(), whole.randn())  # without levels, it draws them
+    assert not torch.equal(found, loss(other, diffusion.levels_at(quantiles / 2)))
 
 
 def test_classes_of_seeds_are_uniform_or_exactly_balanced():

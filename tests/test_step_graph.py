@@ -278,7 +278,7 @@ def test_the_stand_in_refuses_what_cuda_does(inside):
 @pytest.mark.parametrize("part", [slice(0, 8), slice(0, 4), slice(4, 8)])
 def test_static_random_numbers_are_those_of_each_step(part):
     def draw(random):
-        return [random.draw_for_noise_level("normal"), random.quantiles, random.randn(3, 2), random.rand(), random.randn()]
+        return [random.randn(), *EDM().draw_levels(random), random.randn(3, 2), random.rand(), random.randn()]
 
     sources = [StepRandom(5, step, "diffusion", 8, part, CPU) for step in (0, 0, 1, 1)]
     static = StaticRandom(sources[0])
@@ -287,7 +287,7 @@ def test_static_random_numbers_are_those_of_each_step(part):
     static.refill(sources[2])
     again = draw(static.rewind())
     assert all(torch.equal(a, b) for a, b in zip(again, draw(sources[3])))
-    drawn = [0, 2, 3, 4]  # quantiles are computed
+    drawn = [0, 3, 4, 5]  # levels and quantiles are computed
     assert [first[i].data_ptr() for i in drawn] == [again[i].data_ptr() for i in drawn]
 
 

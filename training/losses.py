@@ -62,7 +62,7 @@ class LossMeter:
 
 
 def sums_by_bin(losses: Tensor, quantiles: Tensor) -> Tensor:
-    """Sum and count losses [B] in each noise level bin, [2, NUM_BINS]. `quantiles` is [B] (see `SampleRandom`)."""
+    """Sum and count losses [B] in each noise level bin, [2, NUM_BINS]. `quantiles` of the noise levels are [B]."""
     bins = (quantiles * NUM_BINS).long().clamp(max=NUM_BINS - 1)
     is_in_bin = torch.arange(NUM_BINS, device=losses.device)[:, None] == bins  # [NUM_BINS, B]
     return torch.stack([torch.where(is_in_bin, losses, 0).sum(dim=1), is_in_bin.sum(dim=1)])

@@ -33,7 +33,6 @@ class StaticRandom(SampleRandom):
     def rewind(self) -> StaticRandom:
         """Start again with the first number."""
         self._num_drawn = 0
-        self.quantiles = None
         return self
 
     def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -96,8 +95,6 @@ class StepGraph:
         """Free the graph with its activations and gradients. The next call captures the graph again."""
         self._gradients = []
         self._outputs = None
-        for random in self._random.values():
-            random.rewind()  # forgets the quantiles, which the graph computed
         self._graph.reset()
 
     def _fill(self, random_for: RandomFor, inputs: tuple[Tensor, ...]) -> None:

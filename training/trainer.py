@@ -183,13 +183,14 @@ class Trainer:
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
         net = self.wrapped[0] if patches is None else self.alignment.observe(self.wrapped[0])
         random = random_for("diffusion")
-        loss_of_sample = self.cfg.diffusion.loss(net, x, labels, random, **self.net.draw_inputs(random_for))  # [b]
+        levels, quantiles = self.cfg.diffusion.draw_levels(random)  # [b]
+        loss_of_sample = self.cfg.diffusion.loss(net, x, labels, random, levels, **self.net.draw_inputs(random_for))  # [b]
         losses = [loss_of_sample.mean()]
         if patches is not None:
             losses.append(self.alignment.loss(self.wrapped[1], net, patches))
         total_loss = sum(losses[1:], losses[0]) / len(self.micro_batch_slices)
         total_loss.backward()
-        return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), random.quantiles)
+        return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), quantiles)
 
     def free_graph(self) -> None:
         """Free the memory of the CUDA graph, if there is one. The next step captures the graph again."""

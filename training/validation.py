@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,21 +22,14 @@ from training.losses import NUM_BINS, means_by_bin, sums_by_bin
 from training.trainer import Trainer
 
 
-class StratifiedRandom(SeedRandom):
-    """Variant of SeedRandom for items 0, 1, ... of a data set. The noise levels cover their distribution evenly.
+def even_quantiles(items: np.ndarray) -> Tensor:
+    """Return the quantiles of the noise levels of items 0, 1, ... of a data set, which cover the distribution evenly.
 
     The noise level of item i lies in bin i mod NUM_BINS of the distribution. A golden-ratio sequence spaces the noise levels of
     each bin evenly.
     """
-
-    def __init__(self, items: Sequence[int], device: torch.device, stream: str):
-        super().__init__(items, device, stream)
-        items = torch.as_tensor(items)
-        positions = (items // NUM_BINS + 0.5).double() * ((5**0.5 - 1) / 2) % 1
-        self._even = ((items % NUM_BINS + positions) / NUM_BINS).float().to(device)
-
-    def _draw_noise_level(self, draw: Callable[..., Tensor]) -> Tensor:
-        return torch.special.ndtri(self._even) if draw is torch.randn else self._even
+    positions = (items // NUM_BINS + 0.5) * ((5**0.5 - 1) / 2) % 1
+    return torch.from_numpy((items % NUM_BINS + positions) / NUM_BINS).float()
 
 
 @dataclass
@@ -78,8 +70,9 @@ class ValidationLossHook(EvaluationHook):
             stored, labels = (x.to(device) for x in data.fetch(items))
             # Normalized with the statistics of the training latents.
             x = latents_for_network(stored, trainer.dataset.info, SeedRandom(items, device, "validation latents"))
-            random = StratifiedRandom(items, device, "validation")
+            random, quantiles = SeedRandom(items, device, "validation"), even_quantiles(items).to(device)
+            levels = cfg.diffusion.levels_at(quantiles)
             with torch.autocast(device.type, torch.bfloat16, enabled=cfg.sampling.precision == "bf16"):
-                losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random)
-            sums += sums_by_bin(losses[is_counted], random.quantiles[is_counted])
+                losses = cfg.diffusion.loss(trainer.ema.net, x, labels, random, levels)
+            sums += sums_by_bin(losses[is_counted], quantiles[is_counted])
         return sums
