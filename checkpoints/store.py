@@ -17,8 +17,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -43,28 +43,14 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 WEIGHTS = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-OPTIONAL = ("projector", "tracked_ema")  # tensor files that only some checkpoints contain
 FILES = (*WEIGHTS.values(), "optimizer.pt", "state.json", "config.yaml")  # required in every checkpoint, as is the manifest
 READ_ALWAYS = ("state.json", "config.yaml")  # every command reads these files
 _STEP = re.compile(r"step_(\d{7,})")
 
 
-@dataclass
-class CheckpointTensors:
-    """The tensors of a checkpoint. `load` memory-maps them, so callers must copy the tensors and never modify them."""
-
-    model: dict[str, Tensor]
-    ema: dict[str, Tensor]
-    optimizer: dict  # {"state": {parameter name: tensors}}, or {} for imported weights
-    projector: dict[str, Tensor] | None = None  # present only with alignment
-    tracked_ema: dict[str, Tensor] | None = None  # present only with train.ema_lengths
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all tensors. The other files of a checkpoint take only kilobytes."""
-        moments = (value for state in self.optimizer.get("state", {}).values() for value in state.values())
-        tensors = [*self.model.values(), *self.ema.values(), *(self.projector or {}).values(), *(self.tracked_ema or {}).values()]
-        return sum(x.nbytes for x in (*tensors, *moments) if isinstance(x, Tensor))
+# The tensors of a checkpoint, {file without suffix: {name: tensor}}. Each checkpoint has `model`, `ema` and `optimizer`, which is
+# {"state": {parameter name: {name: tensor}}}, or {} for imported weights.
+Tensors = dict[str, dict[str, Any]]
 
 
 def folder_name(step: int) -> str:
@@ -78,7 +64,7 @@ def list_steps(root: Path) -> dict[int, Path]:
     return dict(sorted((int(folder.name.removeprefix("step_")), folder) for folder in folders))
 
 
-def save(root: Path, step: int, tensors: CheckpointTensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
+def save(root: Path, step: int, tensors: Tensors, state: dict, config: dict, keep_last: int, keep_every: int) -> Path:
     """Save a checkpoint in `root`, and delete old checkpoints except the newest keep_last and those that `is_kept` keeps.
 
     If more are there, because the run had a larger keep_last, they are deleted before the new checkpoint needs their space.
@@ -104,10 +90,15 @@ def save(root: Path, step: int, tensors: CheckpointTensors, state: dict, config:
     except (OSError, RuntimeError, SafetensorError) as e:  # torch.save raises RuntimeError if the disk is full
         shutil.rmtree(temporary, ignore_errors=True)
         kept = ", ".join(path.name for path in list_steps(root).values()) or "none"
-        problem = describe_write_error(final, e, tensors.num_bytes)
+        problem = describe_write_error(final, e, num_bytes(tensors))
         raise UserError(f"cannot write the checkpoint {final}: {problem}; intact before it: {kept}") from e
     _delete_old(root, keep_last, keep_every)
     return final
+
+
+def num_bytes(tensors: dict[str, Any]) -> int:
+    """Return the size of all tensors in nested dictionaries. The other files of a checkpoint take only kilobytes."""
+    return sum(num_bytes(x) if isinstance(x, dict) else getattr(x, "nbytes", 0) for x in tensors.values())
 
 
 def _delete_old(root: Path, keep_last: int, keep_every: int) -> None:
@@ -132,12 +123,12 @@ def is_kept(step: int, folder: Path, keep_every: int) -> bool:
     return False
 
 
-def _write_files(folder: Path, tensors: CheckpointTensors, state: dict, config: dict) -> None:
+def _write_files(folder: Path, tensors: Tensors, state: dict, config: dict) -> None:
     """Write the checkpoint's files, then the manifest with the file sizes and hashes, and flush everything to disk."""
     with open(folder / "optimizer.pt", "wb") as file:  # torch.save with a path does not report a failed final write
-        torch.save(tensors.optimizer, file)
-    for name in ("model", "ema", *OPTIONAL):
-        if (named := getattr(tensors, name)) is not None:
+        torch.save(tensors["optimizer"], file)
+    for name, named in tensors.items():
+        if name != "optimizer":
             file = folder / f"{name}.safetensors"
             save_file({key: value.contiguous() for key, value in named.items()}, file)
             shutil.copymode(folder / "optimizer.pt", file)  # safetensors makes files readable only by their owner
@@ -256,25 +247,28 @@ def load_weights(folder: Path, weights: str) -> dict[str, Tensor]:
         return load_file(regular_file(file))
 
 
-def load(folder: Path) -> CheckpointTensors:
-    """Load the tensors of a verified checkpoint. If a file cannot be read, raise UserError with the name of the file."""
-    tensors = load_weights_and_ema(folder)
-    listed = read_listed_hashes(folder)
+def load(folder: Path) -> Tensors:
+    """Memory-map the tensors of a verified checkpoint. Callers must not modify the tensors.
+
+    If a file cannot be read, raise UserError with the name of the file.
+    """
+    refuse_removed(folder)
+    tensors: Tensors = {}
+    for file in map(folder.joinpath, read_listed_hashes(folder)):
+        if file.suffix == ".safetensors":
+            with as_user_error(file):
+                tensors[file.stem] = load_file(regular_file(file))
     with as_user_error(file := folder / "optimizer.pt"):
-        tensors.optimizer = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(tensors.optimizer, dict):
+        tensors["optimizer"] = torch.load(regular_file(file), map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(tensors["optimizer"], dict):
             raise ValueError("it holds no state of an optimizer")
-    for name in OPTIONAL:
-        with as_user_error(file := folder / f"{name}.safetensors"):
-            setattr(tensors, name, load_file(regular_file(file)) if file.name in listed else None)
     return tensors
 
 
-def load_weights_and_ema(folder: Path) -> CheckpointTensors:
+def load_weights_and_ema(folder: Path) -> Tensors:
     """Load the weights with which another run starts. If a checkpoint has no raw weights, use its EMA for both."""
     ema = load_weights(folder, "ema")
-    model = load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema)
-    return CheckpointTensors(model, ema, optimizer={})
+    return {"model": load_weights(folder, "raw") if (folder / WEIGHTS["raw"]).exists() else dict(ema), "ema": ema}
 
 
 def check_tensors(file: Path, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,7 @@ def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step."""
     folder, step, init_state = checkpoint.path, checkpoint.step, trainer.cfg.init_state
     tensors = store.load(folder) if init_state == "all" else store.load_weights_and_ema(folder)
-    sides = (trainer.net.state_dict(), tensors.model)
+    sides = (trainer.net.state_dict(), tensors["model"])
     num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
     if init_state == "all":
         state = read_trainer_state(trainer, checkpoint)
@@ -111,7 +111,7 @@ def read_ema_num_updates(checkpoint: Checkpoint) -> int:
 
 
 @torch.no_grad()
-def restore_weights(trainer: Trainer, folder: Path, tensors: store.CheckpointTensors, *, without: str | None = None) -> None:
+def restore_weights(trainer: Trainer, folder: Path, tensors: store.Tensors, *, without: str | None = None) -> None:
     """Copy the weights and the EMA of the checkpoint `folder` into a trainer, except the parameter `without`.
 
     The tensors are memory-mapped, so they occupy host memory only briefly.
@@ -120,7 +120,7 @@ def restore_weights(trainer: Trainer, folder: Path, tensors: store.CheckpointTen
     def select(side: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x for name, x in side.items() if name != without}
 
-    weights, model, ema = select(trainer.net.state_dict()), select(tensors.model), select(tensors.ema)
+    weights, model, ema = select(trainer.net.state_dict()), select(tensors["model"]), select(tensors["ema"])
     store.check_tensors(folder / store.WEIGHTS["raw"], model, weights)
     store.check_tensors(folder / store.WEIGHTS["ema"], ema, select(trainer.ema.averages))
     for name, value in weights.items():
@@ -129,21 +129,21 @@ def restore_weights(trainer: Trainer, folder: Path, tensors: store.CheckpointTen
 
 
 @torch.no_grad()
-def restore_tensors(trainer: Trainer, folder: Path, tensors: store.CheckpointTensors) -> None:
+def restore_tensors(trainer: Trainer, folder: Path, tensors: store.Tensors) -> None:
     """Copy the weights, the EMA, the optimizer and, if the run has them, the projector and the tracked averages into a trainer.
 
     Raises UserError if a file of the checkpoint `folder` does not fit.
     """
     restore_weights(trainer, folder, tensors)
     for name, like in trainer.ema.states().items():
-        store.check_tensors(folder / f"{name}.safetensors", getattr(tensors, name) or {}, like)
-    state = tensors.optimizer.get("state", {})
+        store.check_tensors(folder / f"{name}.safetensors", tensors.get(name, {}), like)
+    state = tensors["optimizer"].get("state", {})
     optimizers.check_state(folder / "optimizer.pt", state, trainer.cfg.train, trainer.parameters)
     if trainer.alignment is not None:
         projector = trainer.alignment.projector.state_dict()
-        store.check_tensors(folder / "projector.safetensors", tensors.projector or {}, projector)
+        store.check_tensors(folder / "projector.safetensors", tensors.get("projector", {}), projector)
         for name, value in projector.items():
-            value.copy_(tensors.projector[name])
-    if tensors.tracked_ema is not None:
-        trainer.ema.load("tracked_ema", tensors.tracked_ema)
+            value.copy_(tensors["projector"][name])
+    if "tracked_ema" in tensors:
+        trainer.ema.load("tracked_ema", tensors["tracked_ema"])
     optimizers.load_state(trainer.optimizers, trainer.parameters, state)

@@ -76,10 +76,10 @@ class CheckpointWriter:
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
         )
-        contents = store.CheckpointTensors(**states), state.model_dump(), trainer.cfg.model_dump()
+        contents = states, state.model_dump(), trainer.cfg.model_dump()
         self._writing = self._thread.submit(self._save, trainer.step, *contents)
 
-    def _save(self, step: int, tensors: store.CheckpointTensors, state: dict, config: dict) -> None:
+    def _save(self, step: int, tensors: store.Tensors, state: dict, config: dict) -> None:
         store.save(self.run.checkpoints, step, tensors, state, config, *self.keep)
         with contextlib.suppress(OSError):  # the disk may be full now
             self.run.saved_mark.touch()

@@ -126,8 +126,9 @@ def import_weights(
         config["model"]["learn_sigma"] = False
     state = {"ema_num_updates": step or ASSUMED_EMA_UPDATES, "imported_from": f"{source} (kind={kind})"}
     write_atomically(folder / "config.yaml", store.config_text(config))
-    checkpoint = store.CheckpointTensors(*weights, optimizer={})
-    written = store.save(folder / "checkpoints", step, checkpoint, state, config, keep_last=1, keep_every=0)
+    model, ema = weights
+    contents = {"model": model, "ema": ema, "optimizer": {}}, state, config
+    written = store.save(folder / "checkpoints", step, *contents, keep_last=1, keep_every=0)
     shape = "{in_channels}x{input_size}x{input_size}, {num_classes} classes".format(**data)
     null_class = "and a null class" if cfg.model.class_dropout else "without a null class"
     log.info("%s: %s for latents of %s %s, in %s", file, cfg.model.backbone, shape, null_class, written)

@@ -71,9 +71,9 @@ def test_averages_of_chosen_lengths_are_tracked_on_the_device_and_can_be_sampled
     gamma, average = gamma_from_length(0.25), None
     for step, folder in store.list_steps(run / "checkpoints").items():
         found, name, beta = store.load(folder), "final_layer.linear.weight", (1 - 1 / step) ** (gamma + 1)
-        weights = found.model[name].double()
+        weights = found["model"][name].double()
         average = weights if average is None else beta * average + (1 - beta) * weights
-        assert torch.allclose(found.tracked_ema[f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
+        assert torch.allclose(found["tracked_ema"][f"0.25/{name}"].double(), average, rtol=1e-5, atol=1e-7)
     assert step == 6
     settings = [
         "evaluation.num_samples=20",
@@ -116,10 +116,11 @@ def test_a_save_that_takes_longer_than_a_step_holds_the_state_at_its_start(devic
     assert begun == [3, 8]
     for step, values in expected.items():
         found = store.load(tmp_path / "run" / "checkpoints" / store.folder_name(step))
-        states = found.optimizer["state"]
+        states = found["optimizer"]["state"]
         moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
-        assert (found.model | found.ema | moments).keys() == values.keys()
-        assert all(torch.equal(x, values[name]) for name, x in (found.model | found.ema | moments).items())
+        stored = found["model"] | found["ema"] | moments
+        assert stored.keys() == values.keys()
+        assert all(torch.equal(x, values[name]) for name, x in stored.items())
     trainer.free_graph()
 
 
