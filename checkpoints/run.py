@@ -71,11 +71,11 @@ def present_starts(starts: list[dict]) -> list[dict]:
     return starts[new[-1] :] if new else starts
 
 
-def list_snapshots(run_folder: Path | None) -> dict[int, Path]:
-    """Return the snapshot files of a run by step, in ascending order. File names contain the step and a hash of the content."""
+def list_snapshots(run_folder: Path | None) -> list[tuple[int, Path]]:
+    """Return the step and the file of each snapshot of a run, in ascending order. A file is named by step and hash of content."""
     pattern = re.compile(r"step_(\d{7,})_[0-9a-f]{32}\.safetensors")
     files = (run_folder / SNAPSHOTS).glob("*") if run_folder else ()
-    return dict(sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name))))
+    return sorted((int(match[1]), file) for file in files if (match := pattern.fullmatch(file.name)))
 
 
 def is_renamed(path: Path) -> bool:
@@ -194,7 +194,7 @@ class RunFolder:
             number = file.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # files with other names belong to the user
                 file.unlink()
-        for number, file in list_snapshots(self.path).items():
+        for number, file in list_snapshots(self.path):
             if number > step:  # `extras.posthoc_ema` must not mix them with those of the steps that the run repeats
                 file.unlink()
 

@@ -58,7 +58,7 @@ def find_average(checkpoint: Checkpoint, weights: str, length: float) -> Average
     step, lengths = checkpoint.step, checkpoint.config.train.ema_lengths
     if not min(lengths) <= length <= max(lengths):
         raise UserError(f"sampling.ema_length={length:g} is outside the range that {folder} tracked: train.ema_lengths={lengths}")
-    files = {t: file for t, file in list_snapshots(checkpoint.run_folder).items() if t < step}
+    files = {t: file for t, file in list_snapshots(checkpoint.run_folder) if t < step}
     files[step] = folder / f"{TRACKED_EMA}.safetensors"
     factors, error = fit_profile([(t, x) for t in files for x in lengths], (step, length))
     if error > MAX_ERROR:

@@ -56,7 +56,7 @@ class SnapshotHook(Hook):
         on_main(lambda: self._write(trainer))
 
     def _write(self, trainer: Trainer) -> None:
-        if trainer.step == trainer.first_step and trainer.step in list_snapshots(self.run.path):
+        if trainer.step == trainer.first_step and trainer.step in dict(list_snapshots(self.run.path)):
             return
         content = save({name: average.half().cpu() for name, average in trainer.ema.states()[TRACKED_EMA].items()})
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"

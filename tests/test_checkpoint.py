@@ -342,8 +342,8 @@ def test_a_resume_removes_metrics_grids_and_snapshots_after_its_step(tmp_path):
     for name in ("step_0000002.png", "step_0000003.png", "step_best.png"):  # the last file belongs to the user
         (run.samples / name).touch()
     run.snapshots.mkdir()
-    kept, stale = (f"step_000000{step}_{'0' * 32}.safetensors" for step in (2, 3))
-    for name in (kept, stale, theirs := "step_0000003 (copy).safetensors"):
+    kept, stale, other = (f"step_000000{step}_{digit * 32}.safetensors" for step, digit in ((2, "0"), (3, "0"), (3, "1")))
+    for name in (kept, stale, other, theirs := "step_0000003 (copy).safetensors"):
         (run.snapshots / name).touch()
     run.delete_results_after(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == lines[:2]

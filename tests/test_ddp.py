@@ -126,7 +126,7 @@ def test_evaluations_equal_those_of_one_process(runs):
 
 def test_ema_snapshots_equal_those_of_one_process(runs):
     for step in (2, 4):
-        one, two = (load_file(list_snapshots(runs / name)[step]) for name in ("one_tread", "tread"))
+        one, two = (load_file(dict(list_snapshots(runs / name))[step]) for name in ("one_tread", "tread"))
         assert list(one) == list(two) and len(one) > 2
         assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)  # float16
 

@@ -99,7 +99,7 @@ def test_tracking_changes_nothing_else_and_a_resumed_run_continues_it(train, tmp
     cut = tmp_path / "cut"
     shutil.copytree(tracked, cut)
     shutil.rmtree(cut / "checkpoints" / "step_0000006")
-    for step, file in list_snapshots(cut).items():
+    for step, file in list_snapshots(cut):
         if step > 3:  # snapshots of steps that are trained again
             file.rename(file.with_name(f"step_{step + 1:07d}_{'0' * 32}.safetensors"))
     train("cut", *TRACK)
@@ -126,7 +126,7 @@ def test_a_checkpoint_gives_a_tracked_average_itself_and_others_from_the_snapsho
     name = "final_layer.linear.weight"
     expected, steps = torch.zeros_like(weights[0.18][name]), [(2, 0.1), (2, 0.25), (4, 0.1), (4, 0.25), (6, 0.1), (6, 0.25)]
     for (step, length), factor in zip(steps, fit_profile(steps, (6, 0.18))[0]):
-        file = checkpoint.path / "tracked_ema.safetensors" if step == 6 else list_snapshots(tracked)[step]
+        file = checkpoint.path / "tracked_ema.safetensors" if step == 6 else dict(list_snapshots(tracked))[step]
         expected += factor * load_file(file)[f"{length:g}/{name}"].float()
     assert torch.allclose(weights[0.18][name], expected, atol=1e-6) and not torch.equal(weights[0.18][name], weights[0.1][name])
 
@@ -160,7 +160,7 @@ def test_a_run_without_tracked_averages_gives_none_and_cannot_start_tracking_lat
 def test_missing_and_altered_snapshots_are_refused_and_other_files_are_ignored(tracked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
-    checkpoint, snapshots = resolve_checkpoint(run, "checkpoint"), list_snapshots(run)
+    checkpoint, snapshots = resolve_checkpoint(run, "checkpoint"), dict(list_snapshots(run))
     average = posthoc_ema.find_average(checkpoint, "ema", 0.18)
     shutil.copy(snapshots[2], snapshots[2].with_name("step_0000003 (copy).safetensors"))
     assert posthoc_ema.find_average(checkpoint, "ema", 0.18) == average
@@ -182,7 +182,7 @@ def test_a_sweep_leaves_out_the_checkpoints_with_too_few_snapshots_and_refuses_l
     monkeypatch.setattr(posthoc_ema, "MAX_ERROR", 0.05)  # 0.084 after 3 steps and 0.038 after 6, without the first snapshot
     run = tmp_path / "run"
     shutil.copytree(tracked, run)
-    list_snapshots(run)[2].unlink()
+    dict(list_snapshots(run))[2].unlink()
     reference = f"evaluation.reference={REPOSITORY / 'evaluations' / 'digits_reference.npz'}"
     fid = [reference, "evaluation.detector=digits", "evaluation.num_samples=4", "sampler.num_steps=2", "guidance=none"]
     run_fid(f"checkpoints={run}", "sampling.ema_length=[0.1,0.18]", *fid)
