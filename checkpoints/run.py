@@ -171,7 +171,8 @@ class RunFolder:
 
         A run without checkpoints that is started again must not begin from other weights because `init_from` has trained further.
         """
-        first, *_ = *present_starts([*read_lines(self.starts)]), {}  # a start that resumed has no init_from
+        starts = present_starts([*read_lines(self.starts)])
+        first = starts[0] if starts else {}  # a start that resumed has no init_from
         recorded = first.get("init_from") or {}  # {"checkpoint": folder, "hash": hash of the checkpoint}
         steps = [*store.list_steps(init_from / "checkpoints").values()]
         folder = init_from / "checkpoints" / Path(recorded.get("checkpoint", "")).name
