@@ -41,9 +41,9 @@ class TrackedEMA(EMA):
             new = 1 - (step / (step + 1)) ** (gamma_from_length(length) + 1)  # equals 1 in the first step
             torch._foreach_lerp_([*averages.values()], weights, new)
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
         tracked = {f"{length:g}/{name}": x for length, averages in self.tracked.items() for name, x in averages.items()}
-        return super().states() | {TRACKED_EMA: tracked}
+        return super().tensors() | {TRACKED_EMA: tracked}
 
 
 class SnapshotHook(Hook):
@@ -58,6 +58,6 @@ class SnapshotHook(Hook):
     def _write(self, trainer: Trainer) -> None:
         if trainer.step == trainer.first_step and trainer.step in dict(list_snapshots(self.run.path)):
             return
-        content = save({name: average.half().cpu() for name, average in trainer.ema.states()[TRACKED_EMA].items()})
+        content = save({name: average.half().cpu() for name, average in trainer.ema.tensors()[TRACKED_EMA].items()})
         name = f"{store.folder_name(trainer.step)}_{hash_bytes(content)}.safetensors"
         write_atomically(self.run.snapshots / name, content)

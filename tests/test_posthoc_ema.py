@@ -38,7 +38,7 @@ def test_tracked_averages_follow_a_network_that_was_moved_after_they_were_built(
     for module in (net, ema.net):
         module.double()
     ema.update(0)
-    assert {x.dtype for x in ema.states()["tracked_ema"].values()} == {torch.float64}
+    assert {x.dtype for x in ema.tensors()["tracked_ema"].values()} == {torch.float64}
 
 
 @pytest.mark.parametrize("length", [0.03, 0.05, 0.1, 0.25, 0.28])

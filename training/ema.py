@@ -42,13 +42,6 @@ class EMA:
         decay = self.decay if self.schedule == "constant" else min(self.decay, (1 + num_updates) / (10 + num_updates))
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that a checkpoint stores, as a mapping from file name to named tensors."""
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the averages that a checkpoint stores, as a mapping from file name to named tensors."""
         return {"ema": self.averages}
-
-    @torch.no_grad()
-    def load(self, file: str, averages: dict[str, Tensor]) -> None:
-        """Load averages that `states` returned for `file`. Averages that `averages` does not contain remain unchanged."""
-        for name, average in self.states()[file].items():
-            if name in averages:
-                average.copy_(averages[name])

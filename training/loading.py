@@ -44,7 +44,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     meter = trainer.loss_meter
     sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
     store.check_tensors(folder / "state.json", sums, {"loss_sums": meter.sums, "bin_sums": meter.bin_sums})
-    restore_tensors(trainer, folder, store.load(folder))
+    restore_tensors(trainer, folder)
     meter.load(**sums, loss_count=state.loss_count, is_main_process=trainer.accelerator.is_main_process)
     set_counters(trainer, checkpoint.step, state.ema_num_updates, state.image_offset)
     log.info("resumed from %s", folder)
@@ -57,22 +57,20 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step."""
     folder, step, init_state = checkpoint.path, checkpoint.step, trainer.cfg.init_state
-    tensors = store.load(folder) if init_state == "all" else store.load_weights_and_ema(folder)
-    sides = (trainer.net.state_dict(), tensors["model"])
-    num_classes, stored_num_classes = (len(side.get(LABEL_TABLE, ())) - 1 for side in sides)
+    stored_num_classes, num_classes = checkpoint.config.data.num_classes, trainer.cfg.data.num_classes
     if init_state == "all":
         state = read_trainer_state(trainer, checkpoint)
-        restore_tensors(trainer, folder, tensors)
+        restore_tensors(trainer, folder)
         images_seen = step * checkpoint.config.train.batch_size + state.image_offset
         image_offset = images_seen - step * trainer.cfg.train.batch_size
         set_counters(trainer, step, state.ema_num_updates, image_offset)
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
-        restore_weights(trainer, folder, tensors)
+        restore_weights(trainer, folder)
         set_counters(trainer, step=0, ema_num_updates=read_ema_num_updates(checkpoint))
     else:
         message = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(message, folder, stored_num_classes, num_classes)
-        restore_weights(trainer, folder, tensors, without=LABEL_TABLE)
+        restore_weights(trainer, folder, without=LABEL_TABLE)
         # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
         set_counters(trainer, step=0, ema_num_updates=0)
     differing = differing_class(checkpoint.class_names, trainer.dataset.class_names)
@@ -111,39 +109,33 @@ def read_ema_num_updates(checkpoint: Checkpoint) -> int:
 
 
 @torch.no_grad()
-def restore_weights(trainer: Trainer, folder: Path, tensors: store.Tensors, *, without: str | None = None) -> None:
-    """Copy the weights and the EMA of the checkpoint `folder` into a trainer, except the parameter `without`.
+def copy_tensors(folder: Path, stored: store.Tensors, targets: store.Tensors) -> None:
+    """Copy the tensors that the checkpoint `folder` stores into a trainer's `targets` (`Trainer.tensors`), by file and name.
 
-    The tensors are memory-mapped, so they occupy host memory only briefly.
+    The stored tensors are memory-mapped, so they occupy host memory only briefly. Raises UserError if a file does not fit.
     """
-
-    def select(side: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x for name, x in side.items() if name != without}
-
-    weights, model, ema = select(trainer.net.state_dict()), select(tensors["model"]), select(tensors["ema"])
-    store.check_tensors(folder / store.WEIGHTS["raw"], model, weights)
-    store.check_tensors(folder / store.WEIGHTS["ema"], ema, select(trainer.ema.averages))
-    for name, value in weights.items():
-        value.copy_(model[name])
-    trainer.ema.load("ema", ema)
+    for file, target in targets.items():
+        store.check_tensors(folder / f"{file}.safetensors", stored.get(file, {}), target)
+    for file, target in targets.items():
+        for name, value in target.items():
+            value.copy_(stored[file][name])
 
 
-@torch.no_grad()
-def restore_tensors(trainer: Trainer, folder: Path, tensors: store.Tensors) -> None:
-    """Copy the weights, the EMA, the optimizer and, if the run has them, the projector and the tracked averages into a trainer.
-
-    Raises UserError if a file of the checkpoint `folder` does not fit.
-    """
-    restore_weights(trainer, folder, tensors)
-    for name, like in trainer.ema.states().items():
-        store.check_tensors(folder / f"{name}.safetensors", tensors.get(name, {}), like)
-    state = tensors["optimizer"].get("state", {})
+def restore_tensors(trainer: Trainer, folder: Path) -> None:
+    """Copy all tensors of the checkpoint `folder`, also those of the optimizer, into a trainer."""
+    stored = store.load(folder)
+    state = stored["optimizer"].get("state", {})
     optimizers.check_state(folder / "optimizer.pt", state, trainer.cfg.train, trainer.parameters)
-    if trainer.alignment is not None:
-        projector = trainer.alignment.projector.state_dict()
-        store.check_tensors(folder / "projector.safetensors", tensors.get("projector", {}), projector)
-        for name, value in projector.items():
-            value.copy_(tensors["projector"][name])
-    if "tracked_ema" in tensors:
-        trainer.ema.load("tracked_ema", tensors["tracked_ema"])
+    copy_tensors(folder, stored, trainer.tensors())
     optimizers.load_state(trainer.optimizers, trainer.parameters, state)
+
+
+def restore_weights(trainer: Trainer, folder: Path, *, without: str | None = None) -> None:
+    """Copy the weights and the EMA of the checkpoint `folder` into a trainer, except the parameter `without`."""
+
+    def select(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x for name, x in tensors.items() if name != without}
+
+    targets = trainer.tensors()
+    stored = store.load_weights_and_ema(folder)
+    copy_tensors(folder, {file: select(x) for file, x in stored.items()}, {file: select(targets[file]) for file in stored})

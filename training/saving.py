@@ -62,10 +62,7 @@ class CheckpointWriter:
         if not trainer.accelerator.is_main_process:
             return
         moments = optimizers.get_state(trainer.optimizers, trainer.parameters)
-        states = {"model": trainer.net.state_dict(), "optimizer": {"state": moments}, **trainer.ema.states()}
-        if trainer.alignment is not None:
-            states["projector"] = trainer.alignment.projector.state_dict()
-        states = recursively_apply(copy_to_host, states)
+        tensors = recursively_apply(copy_to_host, {**trainer.tensors(), "optimizer": {"state": moments}})
         if trainer.device.type == "cuda":
             torch.cuda.synchronize(trainer.device)
         state = TrainerState(
@@ -76,7 +73,7 @@ class CheckpointWriter:
             image_offset=trainer.image_offset,
             class_names=trainer.dataset.class_names,
         )
-        contents = states, state.model_dump(), trainer.cfg.model_dump()
+        contents = tensors, state.model_dump(), trainer.cfg.model_dump()
         self._writing = self._thread.submit(self._save, trainer.step, *contents)
 
     def _save(self, step: int, tensors: store.Tensors, state: dict, config: dict) -> None:

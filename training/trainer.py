@@ -192,6 +192,11 @@ class Trainer:
         total_loss.backward()
         return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), quantiles)
 
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the trainer's own tensors that a checkpoint stores, by file and name, without those of the optimizer."""
+        projector = {} if self.alignment is None else {"projector": self.alignment.projector.state_dict()}
+        return {"model": self.net.state_dict(), **self.ema.tensors(), **projector}
+
     def free_graph(self) -> None:
         """Free the memory of the CUDA graph, if there is one. The next step captures the graph again."""
         if self.graph is not None:
