@@ -115,18 +115,15 @@ def check_disk_space(trainer: Trainer, run: RunFolder) -> None:
     Raises UserError if the disk has no room for a checkpoint and holds none: a save may remove stored ones first.
     """
     cfg, train = trainer.cfg, trainer.cfg.train
-    num_parameters = num_trained_parameters(trainer.net)
-    num_lengths = len(train.ema_lengths)
     every = cfg.checkpoint.keep_every
     stored_steps = store.list_steps(run.checkpoints)
     num_checkpoints = cfg.checkpoint.keep_last + 1 + (train.num_steps // every if every else 0)  # saving precedes deleting
     # Checkpoints that only another keep_every keeps.
     num_checkpoints += sum(store.is_kept(*item, 0) and not (every and item[0] % every == 0) for item in stored_steps.items())
-    states = optimizers.expected_state(train, trainer.parameters).values()
-    moments = sum(value.nbytes for state in states for value in state.values())
-    weights = sum(p.nbytes for p in trainer.parameters.values())  # of the network and, with alignment, the projector
-    size = (weights + 4 * (1 + num_lengths) * num_parameters + moments) / 1e9  # EMA and train.ema_lengths in float32
-    snapshots = 2 * num_lengths * (train.num_steps // train.ema_snapshot_every) * num_parameters / 1e9  # in float16
+    moments = optimizers.expected_state(train, trainer.parameters)  # the optimizers have none before the first step
+    size = store.num_bytes({**trainer.tensors(), "optimizer": moments}) / 1e9
+    averages = len(train.ema_lengths) * num_trained_parameters(trainer.net)
+    snapshots = 2 * averages * (train.num_steps // train.ema_snapshot_every) / 1e9  # in float16
     needed = size * num_checkpoints + snapshots
     free = shutil.disk_usage(run.path).free / 1e9
     log.info("disk   up to %.3g GB of checkpoints (%.3g GB each), %.3g GB free", needed, size, free)
