@@ -19,23 +19,22 @@ class BatchOrder:
 
     Every epoch is a random permutation of all items, drawn from (seed, epoch).
 
-    Entry j of the global batch at step s has position k = s * batch_size + image_offset + j in the sequence of epochs. The item
-    at position k is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the
+    Entry j of the i-th global batch has position k = images_seen + i * batch_size + j in the sequence of epochs. The item at
+    position k is permutation(seed, k // num_items)[k % num_items]. Each process reads its slices of every global batch, so the
     order does not depend on the number of processes.
     """
 
     num_items: int
     batch_size: int  # number of items per step, summed over all processes
     seed: int  # random seed of the run
-    start_step: int  # first step to load
-    num_steps: int  # total number of steps in the run (the last step is num_steps - 1)
+    images_seen: int  # number of images that the run has trained on before
+    num_batches: int  # number of global batches to load
     slices: list[slice]  # parts of each global batch that this process reads, with one slice per micro-batch
     with_flips: bool  # whether to flip each item with probability 1/2, independently in every epoch
-    image_offset: int = 0  # images seen beyond step * batch_size, after init_state=all from a run with another batch size
 
-    def global_batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the item indices, int64 [batch_size], and the flips, bool [batch_size], of a step's global batch."""
-        start = step * self.batch_size + self.image_offset
+    def global_batch(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the item indices, int64 [batch_size], and the flips, bool [batch_size], of the i-th global batch."""
+        start = self.images_seen + i * self.batch_size
         parts = []  # the items and flips from each epoch
         epochs, positions = np.divmod(np.arange(start, start + self.batch_size), self.num_items)
         for epoch in np.unique(epochs).tolist():
@@ -44,8 +43,8 @@ class BatchOrder:
         return tuple(map(np.concatenate, zip(*parts)))
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for step in range(self.start_step, self.num_steps):
-            indices, flips = self.global_batch(step)
+        for i in range(self.num_batches):
+            indices, flips = self.global_batch(i)
             for part in self.slices:
                 yield indices[part], flips[part]
 

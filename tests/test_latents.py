@@ -210,8 +210,8 @@ def test_a_bad_shard_is_not_written_and_an_existing_one_is_not_overwritten(tmp_p
 # The order of the items in training.
 
 
-def order(num_items=10, batch_size=4, seed=0, start_step=0, num_steps=5, slices=(slice(0, 4),), with_flips=False, image_offset=0):
-    return BatchOrder(num_items, batch_size, seed, start_step, num_steps, list(slices), with_flips, image_offset)
+def order(num_items=10, batch_size=4, seed=0, images_seen=0, num_batches=5, slices=(slice(0, 4),), with_flips=False):
+    return BatchOrder(num_items, batch_size, seed, images_seen, num_batches, list(slices), with_flips)
 
 
 def test_every_epoch_is_a_permutation_even_if_a_batch_spans_two_epochs():
@@ -226,7 +226,7 @@ def test_every_epoch_is_a_permutation_even_if_a_batch_spans_two_epochs():
 
 def test_the_order_resumes_at_any_step_and_slices_make_up_the_global_batch():
     whole = [indices.tolist() for indices, _ in order()]
-    assert [indices.tolist() for indices, _ in order(start_step=3)] == whole[3:]
+    assert [indices.tolist() for indices, _ in order(images_seen=12, num_batches=2)] == whole[3:]
     halves = [[i.tolist() for i, _ in order(slices=[part])] for part in (slice(0, 2), slice(2, 4))]  # two processes
     assert [a + b for a, b in zip(*halves)] == whole
     micro = [i.tolist() for i, _ in order(slices=[slice(0, 2), slice(2, 4)])]  # two micro-batches
@@ -236,12 +236,12 @@ def test_the_order_resumes_at_any_step_and_slices_make_up_the_global_batch():
 def test_another_batch_size_continues_the_epoch_after_the_images_that_were_seen():
     whole = np.concatenate([indices for indices, _ in order()])
     for size in (2, 8):
-        later = order(batch_size=size, slices=[slice(0, size)], start_step=3, image_offset=3 * 4 - 3 * size).global_batch(3)[0]
+        later = order(batch_size=size, slices=[slice(0, size)], images_seen=12).global_batch(0)[0]
         assert later.tolist() == whole[12 : 12 + size].tolist()
 
 
 def test_flips_are_drawn_again_in_each_epoch():
-    coins = order(num_items=1000, batch_size=1000, slices=[slice(0, 1000)], num_steps=2, with_flips=True)
+    coins = order(num_items=1000, batch_size=1000, slices=[slice(0, 1000)], num_batches=2, with_flips=True)
     first, second = (flips for _, flips in coins)
     assert abs(first.mean() - 0.5) < 0.05 and (first != second).any()
     assert not np.concatenate([flips for _, flips in order()]).any()

@@ -46,7 +46,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     store.check_tensors(folder / "state.json", sums, {"loss_sums": meter.sums, "bin_sums": meter.bin_sums})
     restore_tensors(trainer, folder)
     meter.load(**sums, loss_count=state.loss_count, is_main_process=trainer.accelerator.is_main_process)
-    set_counters(trainer, checkpoint.step, state.ema_num_updates, state.image_offset)
+    set_counters(trainer, checkpoint.step, images_seen_until(checkpoint, state), state.ema_num_updates)
     log.info("resumed from %s", folder)
     before, now = (learning_rate(train, checkpoint.step) for train in (checkpoint.config.train, trainer.cfg.train))
     if before != now:
@@ -61,18 +61,16 @@ def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if init_state == "all":
         state = read_trainer_state(trainer, checkpoint)
         restore_tensors(trainer, folder)
-        images_seen = step * checkpoint.config.train.batch_size + state.image_offset
-        image_offset = images_seen - step * trainer.cfg.train.batch_size
-        set_counters(trainer, step, state.ema_num_updates, image_offset)
+        set_counters(trainer, step, images_seen_until(checkpoint, state), state.ema_num_updates)
     elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
         restore_weights(trainer, folder)
-        set_counters(trainer, step=0, ema_num_updates=read_ema_num_updates(checkpoint))
+        set_counters(trainer, step=0, images_seen=0, ema_num_updates=read_ema_num_updates(checkpoint))
     else:
         message = "the label table starts with new weights: %s has %d classes, and the data have %d"
         log.info(message, folder, stored_num_classes, num_classes)
         restore_weights(trainer, folder, without=LABEL_TABLE)
         # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
-        set_counters(trainer, step=0, ema_num_updates=0)
+        set_counters(trainer, step=0, images_seen=0, ema_num_updates=0)
     differing = differing_class(checkpoint.class_names, trainer.dataset.class_names)
     if differing and num_classes == stored_num_classes:
         message = "%s was trained on other classes (%s), and each class starts from the old class of the same number"
@@ -80,10 +78,15 @@ def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
     log.info("weights and EMA from %s%s", folder, f", with optimizer and step {step}" if init_state == "all" else "")
 
 
-def set_counters(trainer: Trainer, step: int, ema_num_updates: int, image_offset: int = 0) -> None:
-    """Set all counters of a trainer that starts after `step` steps. The arguments are as in `TrainerState`."""
+def images_seen_until(checkpoint: Checkpoint, state: TrainerState) -> int:
+    """Return the number of images on which a checkpoint's network was trained."""
+    return checkpoint.step * checkpoint.config.train.batch_size + state.image_offset
+
+
+def set_counters(trainer: Trainer, step: int, images_seen: int, ema_num_updates: int) -> None:
+    """Set all counters of a trainer that starts after `step` steps, `images_seen` images and so many updates of the EMA."""
     trainer.step = trainer.first_step = step
-    trainer.image_offset = image_offset
+    trainer.images_seen = images_seen
     trainer.ema.num_updates_before = ema_num_updates - step
 
 

@@ -118,7 +118,6 @@ def collect_metrics(trainer: Trainer, clock: Clock, measured: Mapping[str, Tenso
     meter = trainer.loss_meter
     num_timed = min(meter.num_steps, trainer.step - trainer.first_step)  # without those before a resume
     steps_per_sec = num_timed / max(clock.sec, 1e-9)
-    images = trainer.step * batch_size + trainer.image_offset
     line = {
         "step": trainer.step,
         **dict(zip(meter.names, losses)),
@@ -126,8 +125,8 @@ def collect_metrics(trainer: Trainer, clock: Clock, measured: Mapping[str, Tenso
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "steps_per_sec": steps_per_sec,
         "images_per_sec": steps_per_sec * batch_size,
-        "images_seen": images,
-        "epoch": images / len(trainer.dataset),
+        "images_seen": trainer.images_seen,
+        "epoch": trainer.images_seen / len(trainer.dataset),
         **clock.memory,
     }
     meter.reset()

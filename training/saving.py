@@ -31,7 +31,7 @@ class TrainerState(Settings):
     loss_count: int
     bin_sums: list[list[float]]  # summed over all processes
     encoder_hash: str | None  # hash of the alignment encoder's weights
-    image_offset: int
+    image_offset: int  # images seen beyond step * batch_size
     class_names: list[str] | None = None  # names of the classes of the training latents, or None if they are unknown
 
 
@@ -70,7 +70,7 @@ class CheckpointWriter:
             ema_num_updates=trainer.ema.num_updates_before + trainer.step,
             **trainer.loss_meter.state(),
             encoder_hash=None if trainer.alignment is None else trainer.alignment.encoder_hash,
-            image_offset=trainer.image_offset,
+            image_offset=trainer.images_seen - trainer.step * trainer.cfg.train.batch_size,
             class_names=trainer.dataset.class_names,
         )
         contents = tensors, state.model_dump(), trainer.cfg.model_dump()

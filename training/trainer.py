@@ -66,7 +66,7 @@ class Trainer:
         parameters: The trained parameters of the modules by name.
         optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
-        image_offset: Images seen beyond step * batch_size, after init_state=all from a run with another batch size.
+        images_seen: Number of images trained on, with those of the run of init_state=all, which may have another batch size.
         micro_batch_slices: Slices of the global batch, one for each micro-batch of this process.
         graph: The CUDA graph of `compute_gradients` (`train.cuda_graphs`), or None.
         loss_meter: The diffusion loss and, with alignment, the alignment loss since the last metrics line.
@@ -102,7 +102,7 @@ class Trainer:
         self.graph: StepGraph | None = None
         if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
-        self.step = self.first_step = self.image_offset = 0
+        self.step = self.first_step = self.images_seen = 0
         self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
         self.stop = StopSignal()
 
@@ -113,11 +113,10 @@ class Trainer:
             num_items=len(data),
             batch_size=train.batch_size,
             seed=self.cfg.seed,
-            start_step=self.step,
-            num_steps=train.num_steps,
+            images_seen=self.images_seen,
+            num_batches=train.num_steps - self.step,
             slices=self.micro_batch_slices,
             with_flips=data.has_flips,
-            image_offset=self.image_offset,
         )
         fetch = data.fetch if self.alignment is None else self.alignment.fetch
         micro_batches = read_batches(fetch, order, self.cfg.data.num_workers, pin_memory=self.device.type == "cuda")
@@ -153,6 +152,7 @@ class Trainer:
         self._update_weights()
         self.loss_meter.add_step(losses_of_step)
         self.step += 1
+        self.images_seen += cfg.train.batch_size
         return measured
 
     def _update_weights(self) -> None:
