@@ -76,11 +76,8 @@ def test_nothing_waits_in_the_loop_between_two_log_lines(device, size, tmp_path,
         with nothing_waits(device):
             yield from itertools.islice(batches, 17)
 
-    run = RunFolder(str(tmp_path), "run")
-    run.open()
-    with mock.patch.object(trainer, "batches", some_batches):
-        loop.train(trainer, run, hooks=[])
-    run.close()
+    with mock.patch.object(trainer, "batches", some_batches), mock.patch.object(loop.CheckpointWriter, "save"):
+        loop.train(trainer, RunFolder(str(tmp_path), "run"), hooks=[])
     assert trainer.step == 20
 
 
