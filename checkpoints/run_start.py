@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, find_newest, read_config, resolve_checkpoint, warn_of_renamed
+from checkpoints.checkpoint import Checkpoint, find_newest, resolve_checkpoint, warn_of_renamed
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from configs import schema
-from configs.differences import Change, differences, differences_by_role
+from configs.differences import Change, differences_by_role
 from routing_module import num_kept_tokens
 
 log = logging.getLogger(__name__)
@@ -52,21 +51,6 @@ def decide_start(run: RunFolder, cfg: schema.TrainConfig) -> RunStart:
     for change in changes_on_resume(newest.config, cfg):
         log.warning("resumed with a changed setting: %s", change)
     return RunStart(resumes=True, checkpoint=newest, damaged=damaged)
-
-
-def owner_of_results(run: RunFolder, cfg: schema.TrainConfig) -> str | None:
-    """Return whose results the folder of a run without checkpoints holds, in words.
-
-    It is None if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
-    """
-    if not run.has_results():
-        return None
-    with contextlib.suppress(UserError):  # the file is not a configuration
-        if run.config.exists() and not differences(read_config(run.path), cfg):
-            if (last := run.last_step_if_saved()) is None:
-                return None
-            return f"a run that reached step {last}, but none of its checkpoints; training starts over"
-    return "a run with other settings"
 
 
 def check_routes(cfg: schema.TrainConfig) -> None:

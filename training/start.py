@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 
@@ -11,10 +12,10 @@ from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, read_config
 from checkpoints.provenance import describe_command
 from checkpoints.run import RunFolder
-from checkpoints.run_start import RunStart, changes_on_resume, owner_of_results
+from checkpoints.run_start import RunStart, changes_on_resume
 from common.errors import UserError
 from common.files import append_line
-from configs.differences import differences_by_role
+from configs.differences import differences, differences_by_role
 from configs.schema import TrainConfig
 from runtime.compilation import resolve_compile
 from training import optimizers
@@ -62,6 +63,21 @@ def begin_new_run(run: RunFolder, cfg: TrainConfig) -> None:
     if owner := owner_of_results(run, cfg):
         run.rename_results(owner)
     run.saved_mark.unlink(missing_ok=True)
+
+
+def owner_of_results(run: RunFolder, cfg: TrainConfig) -> str | None:
+    """Return whose results the folder of a run without checkpoints holds, in words.
+
+    It is None if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
+    """
+    if not run.has_results():
+        return None
+    with contextlib.suppress(UserError):  # the file is not a configuration
+        if run.config.exists() and not differences(read_config(run.path), cfg):
+            if (last := run.last_step_if_saved()) is None:
+                return None
+            return f"a run that reached step {last}, but none of its checkpoints; training starts over"
+    return "a run with other settings"
 
 
 def describe_start(trainer: Trainer, start: RunStart) -> dict[str, object]:
