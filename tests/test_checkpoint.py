@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from checkpoints import store
 from checkpoints.checkpoint import find_all, find_newest, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.run import RunFolder
-from checkpoints.run_start import choose_checkpoint_to_resume, find_initial_checkpoint
 from common.errors import UserError
 from common.files import append_line
+from training.start import choose_checkpoint_to_resume, find_initial_checkpoint
 
 CONFIG = checked([])
 

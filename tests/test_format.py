@@ -19,7 +19,6 @@ import prepare_latents
 from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint, read_config
 from checkpoints.run import RunFolder
-from checkpoints.run_start import check_resume
 from cli.compose import compose_overrides
 from common.errors import UserError
 from common.files import REPOSITORY
@@ -35,6 +34,7 @@ from extras.report.experiments import group
 from extras.report.runs import read_runs
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, serialize_shard
+from training.start import check_resume
 
 RUN, CHECKPOINT = Path("runs/run"), Path("runs/run/checkpoints/step_0000004")
 TRAIN = ["model=tread", "model.backbone=DiT-XS/4", "train.num_steps=4", "checkpoint.every=2", "checkpoint.keep_last=2"]

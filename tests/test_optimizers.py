@@ -7,11 +7,12 @@ import torch
 from conftest import TINY, checked, losses, metrics, run_train, weights
 from definition import small
 
-from checkpoints import run_start, store
+from checkpoints import store
 from checkpoints.checkpoint import read_checkpoint
 from common.errors import UserError
 from configs.differences import differences_by_role
 from training.optimizers import OPTIMIZERS
+from training.start import check_initial
 
 ARGUMENTS = ["checkpoint.every=3", "train.warmup_steps=2", "train.schedule=cosine", "train.grad_clip_norm=0.5"]
 
@@ -77,8 +78,8 @@ def test_a_resume_or_a_start_with_the_state_of_another_optimizer_is_refused(runs
     other = stored.model_copy(update={"train": stored.train.model_copy(update={"optimizer": "sgd"})})
     assert differences_by_role("resume", "refuses", stored, other) == [("train.optimizer", "adamw", "sgd")]
     with pytest.raises(UserError, match="does not fit this configuration: train.optimizer: 'adamw' -> 'sgd'"):
-        run_start.check_initial(checkpoint, other)
-    run_start.check_initial(checkpoint, stored)
+        check_initial(checkpoint, other)
+    check_initial(checkpoint, stored)
 
 
 def test_muon_trains_the_matrices_of_attention_and_mlp_with_updates_of_the_size_of_adamws(runs):

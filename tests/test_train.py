@@ -35,11 +35,10 @@ from conftest import (
 from forked import Command
 from PIL import Image
 
-from checkpoints import provenance, run_start, store
+from checkpoints import provenance, store
 from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.load import load_network
 from checkpoints.run import RunFolder
-from checkpoints.run_start import decide_start
 from common.errors import Diverged, UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
@@ -51,7 +50,7 @@ from routing_module import TokenRouter
 from training import loop
 from training.data import complete_lengths
 from training.hooks import SampleGridHook
-from training.start import begin_new_run, restore_config
+from training.start import begin_new_run, changes_on_resume, check_initial, check_resume, decide_start, restore_config
 from training.trainer import Trainer, learning_rate
 
 GRIDS = ["sample_grid.every=2", "sample_grid.num_samples=3", "sampler.num_steps=2"]
@@ -256,7 +255,7 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(tm
     checkpoint = Checkpoint(tmp_path, "", 1, checked(TINY), {})
     for choice in ("auto", "changed"):  # a run cannot change these settings on its way
         with pytest.raises(UserError, match=f"{words}.*or start another run with name=...$"):
-            run_start.check_resume(checkpoint, checked([*TINY, "train.lr=1", change, f"resume={choice}"]))
+            check_resume(checkpoint, checked([*TINY, "train.lr=1", change, f"resume={choice}"]))
 
 
 @pytest.mark.parametrize(
@@ -278,20 +277,20 @@ def test_a_resume_with_different_settings_is_refused_and_names_the_difference(tm
 def test_a_resume_refuses_other_settings_of_training_unless_the_change_is_meant(tmp_path, caplog, stored, change, line):
     checkpoint = Checkpoint(tmp_path, "", 1, checked([*TINY, *stored]), {})
     with pytest.raises(UserError) as error:
-        run_start.check_resume(checkpoint, checked([*TINY, *stored, change]))
+        check_resume(checkpoint, checked([*TINY, *stored, change]))
     remedy = "Restore them, or start another run with name=..., or accept them with resume=changed"
     assert str(error.value) == f"resume: {tmp_path} belongs to a run with different settings: {line}. {remedy}"
     assert not caplog.text
     meant = checked([*TINY, *stored, change, "resume=changed"])
-    run_start.check_resume(checkpoint, meant)
-    assert [str(change) for change in run_start.changes_on_resume(checkpoint.config, meant)] == [line]
+    check_resume(checkpoint, meant)
+    assert [str(change) for change in changes_on_resume(checkpoint.config, meant)] == [line]
 
 
 def test_a_resume_accepts_more_steps_and_other_paths_speeds_and_evaluations(tmp_path, caplog):
     free = ["train.num_steps=9", "machine.compile=none", "train.log_every=3", "name=x", "output_dir=y", "data.path=z"]
     free += ["sampler.num_steps=3", "sampler.num_steps=5", "evaluation.every=2", "sampling.rounding=truncate", "guidance=cfg"]
     free += ["evaluation.detector=inception", "sampling.labels=balanced", "sampling.precision=bf16", "sampling.precision=bf16"]
-    run_start.check_resume(Checkpoint(tmp_path, "", 1, checked(TINY), {}), checked([*TINY, *free]))
+    check_resume(Checkpoint(tmp_path, "", 1, checked(TINY), {}), checked([*TINY, *free]))
     assert not caplog.text
 
 
@@ -928,13 +927,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, change):
     checkpoint = Checkpoint(tmp_path, "", 1, checked(TINY), {})
     key = "diffusion.name" if change == "diffusion=sit" else change.partition("=")[0]
     with pytest.raises(UserError, match=key):
-        run_start.check_initial(checkpoint, checked([*TINY, "init_from=x", change]))
-    run_start.check_initial(checkpoint, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
+        check_initial(checkpoint, checked([*TINY, "init_from=x", change]))
+    check_initial(checkpoint, checked([*TINY, "init_from=x", "model=dit", "seed=3", "train.batch_size=2"]))
     cfg = checked([*TINY, "init_from=x"])
     scaled = cfg.data.model_copy(update={"latents_mean": [0.1] * 128, "latents_std": [1.0] * 128})
     checkpoint = Checkpoint(tmp_path, "", 1, cfg.model_copy(update={"data": scaled}), {})
     with pytest.raises(UserError, match="does not fit this configuration: data.latents_mean") as refused:
-        run_start.check_initial(checkpoint, cfg)
+        check_initial(checkpoint, cfg)
     assert len(str(refused.value)) < 500
 
 

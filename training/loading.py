@@ -11,12 +11,12 @@ from torch import Tensor
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint
-from checkpoints.run_start import RunStart
 from common.errors import UserError
 from common.images import differing_class
 from configs.settings import read_stored
 from training import optimizers
 from training.saving import TrainerState
+from training.start import RunStart
 from training.trainer import Trainer, learning_rate
 
 log = logging.getLogger(__name__)

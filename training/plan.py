@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 from checkpoints.run import RunFolder
-from checkpoints.run_start import RunStart, decide_start
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
@@ -16,6 +15,7 @@ from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import FindWeak, Recipe, find_weak_checkpoint, fingerprint_files_of
 from sampling.score import scoring_settings
 from training import tracking
+from training.start import RunStart, decide_start
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,153 @@
-"""Write the start of a run into its folder, check the disk space, and log the settings."""
+"""Decide how a command starts its run, and write the start into the run's folder. The main process does both."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import shutil
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from torch import nn
 
 from checkpoints import store
-from checkpoints.checkpoint import Checkpoint, read_config
+from checkpoints.checkpoint import Checkpoint, find_newest, read_config, resolve_checkpoint, warn_of_renamed
 from checkpoints.provenance import describe_command
 from checkpoints.run import RunFolder
-from checkpoints.run_start import RunStart, changes_on_resume
 from common.errors import UserError
 from common.files import append_line
-from configs.differences import differences, differences_by_role
+from configs.differences import Change, differences, differences_by_role
 from configs.schema import TrainConfig
+from routing_module import num_kept_tokens
 from runtime.compilation import resolve_compile
 from training import optimizers
 from training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a command starts its run.
+
+    `decide_start` decides it before any slow work, `training.loading.load_start` loads the checkpoint, and `begin_run`
+    writes the start into the run's folder.
+
+    Attributes:
+        resumes: Whether the run has a checkpoint, with which the command continues. If that has train.num_steps or more, the run
+            is complete, and the command only makes the grids and evaluations due at its step.
+        checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
+        damaged: {folder: problem} of damaged checkpoints after the newest intact one. `begin_run` renames them.
+    """
+
+    resumes: bool
+    checkpoint: Checkpoint | None = None
+    damaged: dict[Path, str] = field(default_factory=dict)
+
+
+def decide_start(run: RunFolder, cfg: TrainConfig) -> RunStart:
+    """Decide how a command starts its run, without writing. The caller has locked the run's folder, if it exists.
+
+    Raises UserError if the run or init_from has a checkpoint that does not fit, or if a route of a new run carries no token.
+    """
+    newest, damaged = choose_checkpoint_to_resume(run, cfg)
+    if newest is None:
+        check_routes(cfg)
+        return RunStart(resumes=False, checkpoint=find_initial_checkpoint(run, cfg))
+    if cfg.init_from is not None:
+        log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
+    for change in changes_on_resume(newest.config, cfg):
+        log.warning("resumed with a changed setting: %s", change)
+    return RunStart(resumes=True, checkpoint=newest, damaged=damaged)
+
+
+def check_routes(cfg: TrainConfig) -> None:
+    """Raise UserError if a route of a new run carries no token. Networks of stored runs may have such routes."""
+    num_tokens = cfg.num_tokens
+    for i, ratio in enumerate(route.selection_ratio for route in cfg.model.routes):
+        if ratio > 0 and num_kept_tokens(num_tokens, ratio) == num_tokens:
+            accepted = f"use 0, at least 1/{num_tokens}, or smaller patches"
+            raise UserError(f"model.routes[{i}].selection_ratio={ratio:g} carries 0 of {num_tokens} tokens: {accepted}")
+
+
+def choose_checkpoint_to_resume(run: RunFolder, cfg: TrainConfig) -> tuple[Checkpoint | None, dict[Path, str]]:
+    """Return the run's newest intact checkpoint, or None if it has none, and damaged newer ones (see `find_newest`).
+
+    Raises UserError if resume=never and the run has checkpoints, if all checkpoints are damaged, or if the newest one has other
+    settings or was imported.
+    """
+    if cfg.resume == "never" and store.list_steps(run.checkpoints):
+        raise UserError(f"resume=never, but {run.checkpoints} holds checkpoints; choose another name=..., or resume=auto")
+    newest, damaged = find_newest(run.checkpoints, check=partial(check_resume, cfg=cfg))
+    warn_of_renamed(run.checkpoints, newest)
+    if newest is None and damaged:
+        raise UserError(
+            f"no checkpoint below {run.checkpoints} is intact, and training does not silently start over: "
+            f"{'; '.join(damaged.values())}. Restore one, or start a run under another name=..."
+        )
+    return newest, damaged
+
+
+def find_initial_checkpoint(run: RunFolder, cfg: TrainConfig) -> Checkpoint | None:
+    """Return the checked checkpoint that `init_from` names, or None if the key is not set.
+
+    With init_state=weights, only the weights need to exist and are verified. The raw weights may be missing. If `init_from` is a
+    run that has newer checkpoints than at an earlier start of this run, the checkpoint of the earlier start is used.
+    """
+    if cfg.init_from is None:
+        return None
+    source = run.earlier_initial_checkpoint(Path(cfg.init_from))
+    raw = store.WEIGHTS["raw"]
+    files = None if cfg.init_state == "all" else [store.WEIGHTS["ema"]]
+    checkpoint = resolve_checkpoint(source, "init_from", files, check=partial(check_initial, cfg=cfg))
+    if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
+        store.verify(checkpoint.path, [raw])
+    elif cfg.init_state == "weights":
+        log.warning("init_from=%s has no %s: the raw weights also start from the EMA", cfg.init_from, raw)
+    return checkpoint
+
+
+def check_initial(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
+    """Check that a run can start from the checkpoint that init_from names.
+
+    Both models must have the same `module_name`, but their routes may differ. The UserError lists the keys that may not differ.
+    With init_state=all, the checkpoint also needs an optimizer, and the run needs steps that remain.
+    """
+    stored, step, source = checkpoint.config, checkpoint.step, checkpoint.imported_from
+    if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
+        reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
+        raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
+    changed = differences_by_role("init_all" if cfg.init_state == "all" else "init_weights", "refuses", stored, cfg)
+    if stored.model.module_name != cfg.model.module_name:
+        changed.append(Change("model.name", stored.model.name, cfg.model.name))
+    if changed:
+        remedy = ""
+        if any(change.key == "data.scale_factor" for change in changed):
+            remedy = f"; `prepare_latents.py encode scale_factor={stored.data.scale_factor:g}` gives new latents this factor"
+        raise UserError(f"init_from={cfg.init_from} does not fit this configuration: {'; '.join(map(str, changed))}{remedy}")
+
+
+def check_resume(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
+    """Raise UserError if a run with the configuration `cfg` cannot resume from a checkpoint. It lists the keys that differ."""
+    if source := checkpoint.imported_from:
+        remedy = f"start another run from its weights: name=<another> init_from={checkpoint.path.parent.parent}"
+        raise UserError(f"{checkpoint.path} was imported from {source}: it has no optimizer to resume with; {remedy}")
+    stored = checkpoint.config
+    fixed, changed = differences_by_role("resume", "refuses", stored, cfg), changes_on_resume(stored, cfg)
+    if fixed or (changed and cfg.resume != "changed"):
+        problem = f"{checkpoint.path} belongs to a run with different settings: {'; '.join(map(str, [*fixed, *changed]))}"
+        remedy = "Restore them, or start another run with name=..." + ("" if fixed else ", or accept them with resume=changed")
+        raise UserError(f"resume: {problem}. {remedy}")
+
+
+def changes_on_resume(stored: TrainConfig, cfg: TrainConfig) -> list[Change]:
+    """List the changes from a checkpoint's configuration to `cfg` that only resume=changed accepts."""
+    changed = differences_by_role("resume", "asks", stored, cfg)
+    before, now = stored.train.num_steps, cfg.train.num_steps
+    if before > now or (cfg.train.schedule == "cosine" and before != now):
+        changed.append(Change("train.num_steps", before, now))
+    return changed
 
 
 def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
