@@ -28,7 +28,7 @@ def main(cfg: SampleConfig) -> None:
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
         check_same_files(plan.file_fingerprints)
         check_new_file("output", plan.output / SETTINGS_FILE)
-        apply_machine_settings(plan.machine, accelerator.device)
+        apply_machine_settings(plan.recipe.config.machine, accelerator.device)
         make_images(plan, accelerator)
 
 

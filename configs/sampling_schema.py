@@ -1,24 +1,26 @@
 """Configuration schema of sample.py and fid.py, and what they store about their images.
 
 The two commands have the groups sampler, sampling, guidance and machine of train.py, and fid.py also has evaluation. There, a
-key that is null has the run's value. The keys weights and ema_length of sampling are only there. The keys every,
-final_num_samples and validation of evaluation are only in train.py.
+key that is null has the run's value, which `Overrides.complete` fills in. The keys weights and ema_length of sampling are only
+there. The keys every, final_num_samples and validation of evaluation are only in train.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BeforeValidator, Field, create_model
 
 from common.errors import UserError
 from common.interfaces import Sampler
+from common.roles import ChangesNothing
 from common.types import AutoencoderSpec, PositiveInt, Text
 from configs.schema import (
     CheckpointPath,
     EMALength,
+    EvaluationSettings,
     Guidances,
     GuidanceSettings,
     Labels,
@@ -32,7 +34,7 @@ from configs.schema import (
     combinations,
     validate_groups,
 )
-from configs.settings import OneOrMany, Settings, as_list, complete_overrides, flatten
+from configs.settings import OneOrMany, Settings, as_list, flatten, override
 
 MAX_NUMBERS = 10**7  # maximum number of seeds or classes in one range
 
@@ -61,12 +63,24 @@ Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Classes = Annotated[list[int | str], Field(min_length=1), BeforeValidator(list_entries)]
 
 
-class ResolvedSampling(Sampling):
-    """The group sampling with the values that determine an image. `ema_length` is None for weights that a checkpoint stores."""
+class RecipeSampling(Sampling):
+    """The group sampling of a recipe. `ema_length` is None for weights that a checkpoint stores."""
 
     autoencoder: AutoencoderSpec
-    weights: Weights
-    ema_length: EMALength | None
+    weights: Weights = "ema"
+    ema_length: EMALength | None = None
+
+
+class RecipeConfig(TrainConfig):
+    """The configuration of a run, with the values to sample with. Its group guidance lists one guidance."""
+
+    sampling: ChangesNothing[RecipeSampling]
+
+    @classmethod
+    def in_training(cls, run: TrainConfig, guidance: GuidanceSettings) -> RecipeConfig:
+        """Return the configuration with which a run samples during training: with the weights of the EMA."""
+        sampling = RecipeSampling.model_construct(**dict(run.sampling))  # its values are validated already
+        return cls.model_construct(**dict(run) | {"sampling": sampling, "guidance": [guidance]})
 
 
 def or_none(name: str, settings_class: type[Settings], **types: object) -> type[Settings]:
@@ -78,40 +92,44 @@ def or_none(name: str, settings_class: type[Settings], **types: object) -> type[
 # The keys of groups that train.py has, too. None stands for the run's value. fid.py may list several values of two keys.
 MachineOverrides = or_none("MachineOverrides", Machine)
 EvaluationOverrides = or_none("EvaluationOverrides", SharedEvaluationSettings)
-SamplingOverrides = or_none("SamplingOverrides", ResolvedSampling)
-SamplingSweep = or_none("SamplingSweep", ResolvedSampling, weights=OneOrMany[Weights], ema_length=OneOrMany[EMALength])
+SamplingOverrides = or_none("SamplingOverrides", RecipeSampling)
+SamplingSweep = or_none("SamplingSweep", RecipeSampling, weights=OneOrMany[Weights], ema_length=OneOrMany[EMALength])
 
 
-class RecipeOverrides(NamedTuple):
-    """What a command chooses about its images, one value for each key. A key that is None has the run's value.
+class Overrides(Settings):
+    """What a command chooses in the groups of train.py, one value for each key. A key that is None has the run's value."""
 
-    `sampling.recipe.Recipe.for_checkpoint` fills in these values.
-    """
-
-    sampler: dict[str, Any]
-    sampling: SamplingOverrides
-    guidance: GuidanceSettings
-
-
-class _Command(Settings):
-    """The groups that sample.py and fid.py share with train.py."""
-
-    output: Text | None
     sampler: dict[str, Any]  # `sampler_of_run` checks these keys, because they depend on the run's diffusion
+    sampling: SamplingOverrides
+    guidance: GuidanceSettings | None = None
     machine: MachineOverrides
 
+    def complete(self, run: TrainConfig, step: int, evaluation: EvaluationOverrides | None = None) -> RecipeConfig:
+        """Return the configuration of a run with the chosen values. This is where a key that is None gets the run's value.
 
-class SampleConfig(_Command):
+        Args:
+            step: Step of the run's checkpoint, on which the run's number of samples in an evaluation depends.
+            evaluation: What the command chooses in the group evaluation.
+
+        Raises UserError if the sampler of the run's diffusion does not accept the chosen settings.
+        """
+        usual = RecipeConfig.in_training(run, self.guidance or run.guidance[-1])
+        values = {
+            "sampler": sampler_of_run(run, self.sampler),
+            "sampling": override(usual.sampling, self.sampling),
+            "evaluation": evaluation_of_run(run, step, evaluation),
+            "machine": override(usual.machine, self.machine),
+        }
+        return usual.model_copy(update=values)
+
+
+class SampleConfig(Overrides):
     checkpoint: CheckpointPath
+    output: Text | None
     num_samples: PositiveInt | None
     seeds: Numbers | None
     classes: Classes | None
     npz: bool
-    sampling: SamplingOverrides
-    guidance: GuidanceSettings | None = None
-
-    def recipe_overrides(self, run_config: TrainConfig) -> RecipeOverrides:
-        return RecipeOverrides(self.sampler, self.sampling, self.guidance or run_config.guidance[-1])
 
 
 class ImageSettings(Settings):
@@ -130,36 +148,29 @@ class ImageSettings(Settings):
     autoencoder_hash: str | None = None  # hash of its files if they are local
 
 
-class FidConfig(_Command):
+class FidConfig(Settings):
     checkpoint: OneOrMany[Text] | None
     checkpoints: Text | None
     images: Text | None
     convert_to_rgb: bool
+    output: Text | None
+    sampler: dict[str, Any]
     sampling: SamplingSweep
     guidance: Guidances | None = None
+    machine: MachineOverrides
     evaluation: EvaluationOverrides
 
-    def all_recipe_overrides(self, run_config: TrainConfig) -> Iterator[RecipeOverrides]:
-        """Yield every combination of the listed sampler settings, weights, lengths and guidances."""
-        weights = combinations({key: getattr(self.sampling, key) for key in ("weights", "ema_length")})
-        for chosen, guidance, sampler in itertools.product(
-            weights, self.guidance or run_config.guidance, combinations(self.sampler)
-        ):
-            yield RecipeOverrides(sampler, SamplingOverrides(**dict(self.sampling) | chosen), guidance)
-
-    def evaluation_of_run(self, run_config: TrainConfig, step: int) -> SharedEvaluationSettings:
-        """Return the group evaluation with the run's value for every key that is None, as the run evaluates after `step`."""
-        of_run = run_config.evaluation
-        values = dict(of_run.at_step(step, run_config.train.num_steps))
-        values["background"] = values["background"] or "white"  # runs of imported weights have none
-        if complete_overrides(self.evaluation, values, SharedEvaluationSettings).owners_of_weights != of_run.owners_of_weights:
-            values["detector_weights"] = None  # the run's file belongs to the run's detector
-        return complete_overrides(self.evaluation, values, SharedEvaluationSettings)
+    def choices(self, run: TrainConfig) -> Iterator[Overrides]:
+        """Yield every combination of the listed weights, lengths, guidances and sampler settings."""
+        listed = combinations(dict(self.sampling)), self.guidance or run.guidance, combinations(self.sampler)
+        for sampling, guidance, sampler in itertools.product(*listed):
+            yield Overrides(sampler=sampler, sampling=SamplingOverrides(**sampling), guidance=guidance, machine=self.machine)
 
     def evaluation_of_images(self, number: int, background: str | None) -> SharedEvaluationSettings:
         """Return the group evaluation for `number` images on disk, with the background that they state."""
-        values = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        return complete_overrides(self.evaluation, values, SharedEvaluationSettings)
+        nothing = dict.fromkeys(SharedEvaluationSettings.model_fields)
+        usual = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
+        return override(SharedEvaluationSettings.model_construct(**nothing | usual), self.evaluation)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""
@@ -173,14 +184,23 @@ class FidConfig(_Command):
         return [key for key, value in flatten(groups).items() if value not in (None, {})]
 
 
-def sampler_of_run(run_config: TrainConfig, given: Mapping[str, Any]) -> Sampler:
+def sampler_of_run(run: TrainConfig, given: Mapping[str, Any]) -> Sampler:
     """Return the sampler of a run with the `given` settings. None stands for the run's value.
 
     Raises UserError if the sampler of the run's diffusion has no such setting, or does not accept its value.
     """
-    if unknown := [key for key in given if not hasattr(run_config.sampler, key)]:
-        names = ", ".join(vars(run_config.sampler))
-        owner = f"the sampler of diffusion={run_config.diffusion.name}"
+    if unknown := [key for key in given if not hasattr(run.sampler, key)]:
+        names = ", ".join(vars(run.sampler))
+        owner = f"the sampler of diffusion={run.diffusion.name}"
         raise UserError(f"sampler.{unknown[0]} is not a key of {owner}, which has {names}")
-    values = vars(run_config.sampler) | {key: value for key, value in given.items() if value is not None}
-    return validate_groups({"sampler": values}, sampler=type(run_config.sampler))["sampler"]
+    values = vars(run.sampler) | {key: value for key, value in given.items() if value is not None}
+    return validate_groups({"sampler": values}, sampler=type(run.sampler))["sampler"]
+
+
+def evaluation_of_run(run: TrainConfig, step: int, given: EvaluationOverrides | None) -> EvaluationSettings:
+    """Return the group evaluation as the run evaluates after `step`, with the `given` values."""
+    of_run = run.evaluation.at_step(step, run.train.num_steps)
+    values = {"background": of_run.background or "white"}  # runs of imported weights have none
+    if override(of_run, given).owners_of_weights != of_run.owners_of_weights:
+        values["detector_weights"] = None  # the run's file belongs to the run's detector
+    return override(of_run.model_copy(update=values), given)

@@ -44,12 +44,9 @@ def fill_missing(settings: S, values: Mapping[str, object]) -> S:
     return settings.model_copy(update=filled)
 
 
-def complete_overrides(overrides: Settings, values: Mapping[str, object], settings_class: type[S]) -> S:
-    """Return settings of `settings_class`: the `overrides`, with the value in `values` for every key that is None.
-
-    They are validated already, and `settings_class` does not validate them again.
-    """
-    return settings_class.model_construct(**dict(fill_missing(overrides, values)))
+def override(settings: S, given: Settings | None) -> S:
+    """Return settings with the value in `given` for every key that is not None there. These values are validated already."""
+    return settings.model_copy(update={key: value for key, value in given or () if value is not None})
 
 
 def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] = MappingProxyType({})) -> M:

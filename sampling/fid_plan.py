@@ -8,7 +8,7 @@ import json
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from common.images import are_same_colour
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluationSettings
-from configs.settings import as_list, complete_overrides
+from configs.settings import as_list, override
 from evaluations.images import ImageSet
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
 from evaluations.suite import metrics_for
@@ -95,7 +95,7 @@ class FidPlan:
         """Return what tables and messages show of a point."""
         if point.recipe is None:
             return columns_of(point.planned)
-        of_sampler = {key: getattr(point.recipe.sampler, key) for key in self.sampler_keys}
+        of_sampler = {key: getattr(point.recipe.config.sampler, key) for key in self.sampler_keys}
         return {"run": None, "step": None, **of_sampler, **columns_of(point.planned)}
 
     @cached_property
@@ -129,10 +129,9 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
     """Plan the evaluation of checkpoints: each of them with each combination of the listed settings."""
     checkpoints = find_checkpoints(cfg)
     recipes = choose_recipes(cfg, checkpoints)
-    evaluations = {checkpoint: cfg.evaluation_of_run(checkpoint.config, checkpoint.step) for checkpoint in checkpoints}
-    evaluation = check_evaluations_agree([evaluations[recipe.checkpoint] for recipe in recipes])
-    machine = complete_overrides(cfg.machine, dict(recipes[0].run_config.machine), Machine)
-    check_compile_mode(machine.compile, device)
+    first = recipes[0].config
+    evaluation = check_evaluations_agree([recipe.config.evaluation for recipe in recipes])
+    check_compile_mode(first.machine.compile, device)
     reference = open_reference(
         evaluation.reference,
         "evaluation.reference",
@@ -141,7 +140,7 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
         background=evaluation.background,
         encoded_with=settings_of_latents(checkpoints),
     )
-    points = points_of_recipes(recipes, evaluations, scoring_settings(evaluation, reference), cfg.output)
+    points = points_of_recipes(recipes, scoring_settings(evaluation, reference), cfg.output)
     return FidPlan(
         points=points,
         missing=find_missing(points),
@@ -149,8 +148,8 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
         reference=reference,
         images=None,
         evaluation=evaluation,
-        machine=machine,
-        batch_size=recipes[0].sampling.batch_size,
+        machine=first.machine,
+        batch_size=first.sampling.batch_size,
     )
 
 
@@ -181,7 +180,7 @@ def plan_image_set(cfg: FidConfig) -> FidPlan:
         reference=reference,
         images=images,
         evaluation=evaluation,
-        machine=complete_overrides(cfg.machine, {"compile": "none", "tf32": True}, Machine),
+        machine=override(Machine(compile="none", tf32=True, cpu_threads=None), cfg.machine),
         batch_size=cfg.sampling.batch_size or 64,
     )
 
@@ -236,9 +235,10 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
     recipes: list[Recipe] = []
     refused: dict[int, list[UserError]] = {}  # for each combination
     for checkpoint in checkpoints:
-        for number, overrides in enumerate(cfg.all_recipe_overrides(checkpoint.config)):
+        for number, chosen in enumerate(cfg.choices(checkpoint.config)):
             try:
-                recipes.append(Recipe.for_checkpoint(checkpoint, overrides, find_weak))
+                config = chosen.complete(checkpoint.config, checkpoint.step, cfg.evaluation)
+                recipes.append(Recipe.build(config, checkpoint, find_weak))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
                 if cfg.checkpoints is None or len(refused[number]) == len(checkpoints):
@@ -249,8 +249,9 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
 
 
 def check_evaluations_agree(evaluations: Sequence[SharedEvaluationSettings]) -> SharedEvaluationSettings:
-    """Return the group evaluation, which must be equal for all points, except num_samples."""
-    first, *others = [{"evaluation": evaluation.model_dump(exclude={"num_samples"})} for evaluation in evaluations]
+    """Return the group evaluation, whose keys of fid.py must be equal for all points, except num_samples."""
+    keys = SharedEvaluationSettings.model_fields.keys() - {"num_samples"}
+    first, *others = [{"evaluation": evaluation.model_dump(include=keys)} for evaluation in evaluations]
     for other in others:
         if changed := differences(first, other):
             raise UserError(
@@ -276,16 +277,10 @@ def settings_of_latents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, obj
     return settings
 
 
-def points_of_recipes(
-    recipes: Sequence[Recipe],
-    evaluations: Mapping[Checkpoint, SharedEvaluationSettings],
-    scoring: dict[str, object],
-    output: str | None,
-) -> list[FidPoint]:
+def points_of_recipes(recipes: Sequence[Recipe], scoring: dict[str, object], output: str | None) -> list[FidPoint]:
     """Return the point of each recipe, without points that measure the same. Check that their results can be written.
 
     Args:
-        evaluations: The group evaluation for each checkpoint.
         scoring: The `scoring_settings` of the command.
         output: Folder of the results, or None for the folders of the runs.
     """
@@ -298,7 +293,7 @@ def points_of_recipes(
             run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
             step=checkpoint.step,
             checkpoint=checkpoint.hash,
-            settings=settings_of_samples(recipe, evaluations[checkpoint], scoring),
+            settings=settings_of_samples(recipe, recipe.config.evaluation, scoring),
         )
         planned.setdefault(evaluation.key, (evaluation, recipe))
     checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned.values()))

@@ -31,7 +31,7 @@ def evaluate_points(plan: FidPlan, accelerator: Accelerator) -> None:
         return
     if any(point.planned.settings["num_samples"] < 2 * NUM_GROUPS for point in plan.missing):
         log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
-    for autoencoder in dict.fromkeys(point.recipe.sampling.autoencoder for point in plan.missing if point.recipe):
+    for autoencoder in dict.fromkeys(point.recipe.config.sampling.autoencoder for point in plan.missing if point.recipe):
         autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
     with ThreadPoolExecutor(1) as thread:
         runner = PointRunner(plan, accelerator, thread)

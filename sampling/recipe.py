@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,11 +16,10 @@ from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
-from common.interfaces import Sampler, WeightAverage
+from common.interfaces import WeightAverage
 from configs import schema
 from configs.differences import differences_by_role
-from configs.sampling_schema import RecipeOverrides, ResolvedSampling, sampler_of_run
-from configs.settings import complete_overrides
+from configs.sampling_schema import RecipeConfig
 from dit import DiT
 from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
@@ -45,57 +43,42 @@ class Recipe:
     """Settings that determine an image.
 
     Attributes:
-        run_config: Configuration of the run that trains the network, with the data settings filled in.
-        sampler: Sampler of the run's diffusion, with the settings to use.
-        sampling: Settings of the group sampling to use.
-        guidance: Guidance settings. If they have a `checkpoint`, it is the folder of `weak`.
+        config: Configuration of the run that trains the network, with the values to sample with. If its guidance has a
+            `checkpoint`, it is the folder of `weak`.
         checkpoint: Checkpoint of the network, or None for a network in training.
         weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
         average: Average (sampling.ema_length) that is loaded instead of the checkpoint's weights, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
-    run_config: schema.TrainConfig
-    sampler: Sampler
-    sampling: ResolvedSampling
-    guidance: schema.GuidanceSettings
+    config: RecipeConfig
     checkpoint: Checkpoint | None = None
     weak: Checkpoint | None = None
     average: WeightAverage | None = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
-        check_guidance(self.guidance, self.run_config, self.sampler, self.weak)
+        check_guidance(self.config, self.weak)
 
     @classmethod
-    def for_checkpoint(
-        cls, checkpoint: Checkpoint, overrides: RecipeOverrides, find_weak: FindWeak = find_weak_checkpoint
+    def build(
+        cls, config: RecipeConfig, checkpoint: Checkpoint | None = None, find_weak: FindWeak = find_weak_checkpoint
     ) -> Recipe:
-        """Build the recipe for a checkpoint. Keys that are None in `overrides` get the run's values.
+        """Build the recipe for a checkpoint, or for a network in training, and find all files that it needs.
 
         Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
         """
-        run_config = checkpoint.config
-        average = None
-        sampler = sampler_of_run(run_config, overrides.sampler)
-        sampling = complete_overrides(overrides.sampling, sampling_in_training(run_config), ResolvedSampling)
-        if sampling.ema_length is not None:
+        sampling, average = config.sampling, None
+        if checkpoint and sampling.ema_length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
             average = posthoc_ema.find_average(checkpoint, sampling.weights, sampling.ema_length)
-        guidance, weak = resolve_guidance(overrides.guidance, run_config, find_weak)
-        autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
-        return cls(run_config, sampler, sampling, guidance, checkpoint, weak, average, autoencoder_hash)
+        config, weak = resolve_guidance(config, find_weak)
+        return cls(config, checkpoint, weak, average, autoencoders.hash_local_files(sampling.autoencoder))
 
-    @classmethod
-    def in_training(
-        cls, run_config: schema.TrainConfig, guidance: schema.GuidanceSettings, find_weak: FindWeak = find_weak_checkpoint
-    ) -> Recipe:
-        """Build the recipe for sampling from the EMA network during training."""
-        sampling = ResolvedSampling(**sampling_in_training(run_config))
-        guidance, weak = resolve_guidance(guidance, run_config, find_weak)
-        autoencoder_hash = autoencoders.hash_local_files(sampling.autoencoder)
-        return cls(run_config, run_config.sampler, sampling, guidance, weak=weak, autoencoder_hash=autoencoder_hash)
+    @property
+    def guidance(self) -> schema.GuidanceSettings:
+        return self.config.guidance[0]
 
     def result_settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -103,15 +86,16 @@ class Recipe:
         Sampler settings with default values are omitted, except num_steps. `precision` is a metric, so that the networks'
         precision is called `network_precision`.
         """
+        sampling = self.config.sampling
         settings = {
-            "weights": self.sampling.weights,
+            "weights": sampling.weights,
             **guidance_for_results(self.guidance),
-            **sampler_for_results(self.sampler),
+            **sampler_for_results(self.config.sampler),
             "ema_length": self.average and self.average.length,
-            "network_precision": self.sampling.precision,
-            "labels": self.sampling.labels,
-            "rounding": self.sampling.rounding,
-            "autoencoder": self.sampling.autoencoder,
+            "network_precision": sampling.precision,
+            "labels": sampling.labels,
+            "rounding": sampling.rounding,
+            "autoencoder": sampling.autoencoder,
             "autoencoder_hash": self.autoencoder_hash,
             "guidance.checkpoint_hash": self.weak and self.weak.hash,
             "ema_hash": self.average and self.average.hash,
@@ -121,44 +105,39 @@ class Recipe:
     @property
     def weights_source(self) -> tuple[Checkpoint | None, str | WeightAverage]:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
-        return self.checkpoint, self.average or self.sampling.weights
+        return self.checkpoint, self.average or self.config.sampling.weights
 
     def load_image_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
         compile_mode = compile_mode_for([self], compile_mode)
         net = load_network(*self.weights_source, device, compile_mode)
-        decoder = autoencoders.build(self.sampling.autoencoder, device, self.run_config.data.in_channels)
+        decoder = autoencoders.build(self.config.sampling.autoencoder, device, self.config.data.in_channels)
         return self.build_image_sampler(net, decoder, device, compile_mode)
 
     def build_image_sampler(self, net: DiT, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
-        weak = None
+        config, weak = self.config, None
         if self.weak:
             weak = load_network(self.weak, self.guidance.weights, device, compile_mode), self.weak.config.diffusion
         return ImageSampler(
             net=net,
-            diffusion=self.run_config.diffusion,
-            sampler=self.sampler,
+            diffusion=config.diffusion,
+            sampler=config.sampler,
             guidance=build_guidance(self.guidance),
             autoencoder=decoder,
-            data=self.run_config.data,
+            data=config.data,
             device=device,
-            precision=self.sampling.precision,
-            rounding=self.sampling.rounding,
+            precision=config.sampling.precision,
+            rounding=config.sampling.rounding,
             is_compiled=resolve_compile(compile_mode, device) != "none",
             weak=weak,
         )
 
 
-def sampling_in_training(run_config: schema.TrainConfig) -> dict[str, Any]:
-    """Return the group sampling as the run uses it: with the weights of the EMA."""
-    return {"weights": "ema", "ema_length": None, **dict(run_config.sampling)}
-
-
 def fingerprint_files_of(recipes: Sequence[Recipe]) -> list[FileFingerprint]:
     """Return what this process sees of the checkpoints of weak networks, and of local autoencoders."""
     files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
-    specs = dict.fromkeys(recipe.sampling.autoencoder for recipe in recipes if recipe.autoencoder_hash)
+    specs = dict.fromkeys(recipe.config.sampling.autoencoder for recipe in recipes if recipe.autoencoder_hash)
     decoders = [(Path(spec.partition(":")[2]), autoencoders.hash_local_files(spec)) for spec in specs]
     seen = [FileFingerprint("sampling.autoencoder", path, local_hash) for path, local_hash in decoders]
     return [fingerprint_folder("guidance.checkpoint", file) for file in files] + seen
@@ -169,9 +148,9 @@ def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
     return "none" if any(getattr(recipe.guidance, "has_moving_ratios", False) for recipe in recipes) else mode
 
 
-def route_noise_shape(run_config: schema.TrainConfig) -> tuple[int, int]:
+def route_noise_shape(config: schema.TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
-    return len(run_config.model.routes), run_config.num_tokens
+    return len(config.model.routes), config.num_tokens
 
 
 def build_guidance(settings: schema.GuidanceSettings) -> Guidance:
@@ -179,55 +158,51 @@ def build_guidance(settings: schema.GuidanceSettings) -> Guidance:
     return partial(GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
-def check_guidance(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler, weak: Checkpoint | None = None
-) -> None:
+def check_guidance(config: RecipeConfig, weak: Checkpoint | None = None) -> None:
     """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
         UserError: The settings contradict each other, require a null class or path-drop that training did not use, or guide more
             channels than the latents have. Also raised if the interval exceeds the highest noise level or has no noise level.
     """
-    check_null_class(settings, run_config)
-    check_path_drop(settings, run_config)
-    check_channels(settings, run_config)
-    check_method(settings, run_config, sampler, weak)
-    check_interval(settings, run_config, sampler)
+    check_null_class(config)
+    check_path_drop(config)
+    check_channels(config)
+    check_method(config, weak)
+    check_interval(config)
 
 
-def check_null_class(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
-    scale = getattr(settings, "cfg_scale", 1.0)
-    if scale != 1 and run_config.model.class_dropout == 0:
+def check_null_class(config: RecipeConfig) -> None:
+    scale = getattr(config.guidance[0], "cfg_scale", 1.0)
+    if scale != 1 and config.model.class_dropout == 0:
         raise UserError(f"guidance.cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
 
 
-def check_path_drop(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
-    path_drop = getattr(run_config.model, "path_drop", 0)
-    if settings.name == "path_drop" and not path_drop:
-        reason = f"{run_config.name} has model={run_config.model.name} and model.path_drop={path_drop:g}"
+def check_path_drop(config: RecipeConfig) -> None:
+    path_drop = getattr(config.model, "path_drop", 0)
+    if config.guidance[0].name == "path_drop" and not path_drop:
+        reason = f"{config.name} has model={config.model.name} and model.path_drop={path_drop:g}"
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
 
 
-def check_channels(settings: schema.GuidanceSettings, run_config: schema.TrainConfig) -> None:
-    channels = getattr(settings, "channels", None) or 0
-    if channels > run_config.data.in_channels:
-        raise UserError(f"guidance.channels={channels}, but the latents have {run_config.data.in_channels} channels")
+def check_channels(config: RecipeConfig) -> None:
+    channels = getattr(config.guidance[0], "channels", None) or 0
+    if channels > config.data.in_channels:
+        raise UserError(f"guidance.channels={channels}, but the latents have {config.data.in_channels} channels")
 
 
-def check_method(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler, weak: Checkpoint | None
-) -> None:
+def check_method(config: RecipeConfig, weak: Checkpoint | None) -> None:
     """Let the guidance method check its settings, which it does when it builds its denoiser. No network is called."""
     inputs = GuidanceInputs(
         denoise=_network_to_load,
-        num_classes=run_config.data.num_classes,
-        route_noise_shape=route_noise_shape(run_config),
+        num_classes=config.data.num_classes,
+        route_noise_shape=route_noise_shape(config),
         weak=_network_to_load if weak else None,
         weak_route_noise_shape=route_noise_shape(weak.config) if weak else (0, 0),
-        levels=sampler.evaluated_levels(),
+        levels=config.sampler.evaluated_levels(),
     )
     try:
-        build_guidance(settings)(inputs)
+        build_guidance(config.guidance[0])(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
 
@@ -236,9 +211,9 @@ def _network_to_load(*inputs: torch.Tensor, **routing: object) -> torch.Tensor:
     raise NotImplementedError("this stands for a network that is not loaded yet")
 
 
-def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainConfig, sampler: Sampler) -> None:
+def check_interval(config: RecipeConfig) -> None:
     """Check that bounds leave guidance on at a noise level of the sampler, and that none exceeds the highest level."""
-    levels = sampler.evaluated_levels()
+    settings, levels = config.guidance[0], config.sampler.evaluated_levels()
     low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
     if low is None and high is None:
         return
@@ -248,22 +223,22 @@ def check_interval(settings: schema.GuidanceSettings, run_config: schema.TrainCo
     if not holds_some or (high is not None and high > levels[0] * tolerance):  # for example, a sigma for a diffusion that uses t
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
-            f"diffusion={run_config.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
+            f"diffusion={config.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"
         )
 
 
-def resolve_guidance(
-    settings: schema.GuidanceSettings, run_config: schema.TrainConfig, find_weak: FindWeak
-) -> tuple[schema.GuidanceSettings, Checkpoint | None]:
-    """Find the checkpoint of the guidance method's weak network. Return the settings with its folder, and the checkpoint.
+def resolve_guidance(config: RecipeConfig, find_weak: FindWeak) -> tuple[RecipeConfig, Checkpoint | None]:
+    """Find the checkpoint of the guidance method's weak network. Return the configuration with its folder, and the checkpoint.
 
-    A method without a second network has none, and keeps its settings. Raises UserError if no checkpoint is found, or if its
-    network was trained for other latents, classes or noise levels.
+    A method without a second network has none, and the configuration stays as it is. Raises UserError if no checkpoint is found,
+    or if its network was trained for other latents, classes or noise levels.
     """
+    settings = config.guidance[0]
     if getattr(settings, "checkpoint", None) is None:
-        return settings, None
+        return config, None
     weak = find_weak(settings.checkpoint, settings.weights)
-    if changed := differences_by_role("guidance", "refuses", weak.config, run_config):
+    if changed := differences_by_role("guidance", "refuses", weak.config, config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
         raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
-    return settings.model_copy(update={"checkpoint": str(weak.path)}), weak
+    found = settings.model_copy(update={"checkpoint": str(weak.path)})
+    return config.model_copy(update={"guidance": [found]}), weak

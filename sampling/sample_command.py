@@ -35,8 +35,8 @@ from common.images import class_caption, labelled_grid
 from common.progress import progress_bar
 from configs.differences import differences
 from configs.sampling_schema import ImageSettings, SampleConfig, parse_numbers
-from configs.schema import Labels, Machine
-from configs.settings import complete_overrides, did_you_mean, read_stored
+from configs.schema import Labels
+from configs.settings import did_you_mean, read_stored
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
@@ -56,7 +56,6 @@ class SamplePlan:
     """What a sample.py command makes. The main process decides it for all processes.
 
     Attributes:
-        machine: The group machine, with the run's value for every key that the command leaves open.
         labels: Class of each seed.
         output: Folder of the images.
         files: File of each seed.
@@ -64,7 +63,6 @@ class SamplePlan:
         npz: Whether to write all images to an .npz file, too.
     """
 
-    machine: Machine
     recipe: Recipe
     labels: dict[int, int]
     output: Path
@@ -84,26 +82,25 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     """Find the checkpoint and the images to make. Open and lock the output folder until `stack` is closed."""
     files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
-    run_config = checkpoint.config
     names = checkpoint.class_names
-    machine = complete_overrides(cfg.machine, dict(run_config.machine), Machine)
-    check_compile_mode(machine.compile, device)
-    recipe = Recipe.for_checkpoint(checkpoint, cfg.recipe_overrides(run_config))
-    classes = cfg.classes and class_numbers(cfg.classes, names, run_config.data.path)
-    labels = choose_labels(choose_seeds(cfg), classes, recipe.sampling.labels, run_config.data.num_classes)
+    config = cfg.complete(checkpoint.config, checkpoint.step)
+    check_compile_mode(config.machine.compile, device)
+    recipe = Recipe.build(config, checkpoint)
+    classes = cfg.classes and class_numbers(cfg.classes, names, config.data.path)
+    labels = choose_labels(choose_seeds(cfg), classes, config.sampling.labels, config.data.num_classes)
     settings = settings_of_images(classes, recipe)
     output = Path(cfg.output) if cfg.output else default_output(checkpoint, settings, recipe)
     stack.enter_context(open_output(output, settings, recipe))
     files = name_files(output, labels, names)
     missing = [seed for seed, file in files.items() if not file.exists()]
     log.info("%s: %d of %d images to make, in %s", checkpoint.path, len(missing), len(files), output)
-    return SamplePlan(machine, recipe, labels, output, files, missing, cfg.npz)
+    return SamplePlan(recipe, labels, output, files, missing, cfg.npz)
 
 
 def make_images(plan: SamplePlan, accelerator: Accelerator) -> None:
     """Sample the missing images, and write the grid and the .npz file. Every process must call this function."""
     if plan.missing:
-        image_sampler = plan.recipe.load_image_sampler(accelerator.device, plan.machine.compile)
+        image_sampler = plan.recipe.load_image_sampler(accelerator.device, plan.recipe.config.machine.compile)
         mine = plan.missing[accelerator.process_index :: accelerator.num_processes]
         sample_files(image_sampler, mine, plan, show_progress=accelerator.is_main_process)
         cost = "%(network_evaluations)g network evaluations and %(gflops_per_image).4g GFLOPs per image"
@@ -182,7 +179,7 @@ def name_files(output: Path, labels: dict[int, int], names: list[str] | None) ->
 
 def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettings:
     """Return the settings for settings.yaml, which together with the seed determine an image. Hashes identify checkpoints."""
-    sampling = recipe.sampling
+    sampling = recipe.config.sampling
     return ImageSettings(
         checkpoint=recipe.checkpoint.hash + (recipe.average.hash if recipe.average else ""),
         weights=sampling.weights,
@@ -191,7 +188,7 @@ def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettin
         classes=classes,
         autoencoder=sampling.autoencoder,
         guidance=recipe.guidance.model_copy(update={"checkpoint": recipe.weak.hash}) if recipe.weak else recipe.guidance,
-        sampler=vars(recipe.sampler),
+        sampler=vars(recipe.config.sampler),
         precision=sampling.precision,
         rounding=sampling.rounding,
         autoencoder_hash=recipe.autoencoder_hash,
@@ -202,7 +199,7 @@ def read_settings(folder: Path, recipe: Recipe) -> ImageSettings:
     """Read a folder's settings.yaml. Settings that it lacks have their defaults."""
     source = f"{folder / SETTINGS_FILE} (choose another output=...)"
     stored = read_stored(read_yaml(folder / SETTINGS_FILE, source), ImageSettings, source)
-    return stored.model_copy(update={"sampler": vars(type(recipe.sampler)()) | stored.sampler})
+    return stored.model_copy(update={"sampler": vars(type(recipe.config.sampler)()) | stored.sampler})
 
 
 def default_output(checkpoint: Checkpoint, settings: ImageSettings, recipe: Recipe) -> Path:
@@ -218,7 +215,7 @@ def default_output(checkpoint: Checkpoint, settings: ImageSettings, recipe: Reci
         with contextlib.suppress(UserError):  # other folders
             if folder.name.startswith(name) and read_settings(folder, recipe) == settings:
                 return folder
-    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_for_results(recipe.sampler)}
+    changed = settings.model_dump(exclude_defaults=True) | {"sampler": sampler_for_results(recipe.config.sampler)}
     return parent / f"{name}{hash_bytes(json.dumps(changed).encode())[:6]}"
 
 
@@ -246,7 +243,7 @@ def sample_files(image_sampler: ImageSampler, seeds: list[int], plan: SamplePlan
         with open_atomically(plan.files[seed], flush=False) as f:  # flushing a file to disk takes longer than writing it
             Image.fromarray(image).save(f, format="PNG")
 
-    batch_size = plan.recipe.sampling.batch_size
+    batch_size = plan.recipe.config.sampling.batch_size
     writing = iter(())  # of the previous batch
     bar = progress_bar(total=len(seeds), unit="image", disable=not show_progress)
     with bar, ThreadPoolExecutor() as threads:

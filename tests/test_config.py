@@ -13,8 +13,8 @@ from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
 from configs.differences import differences_by_role
-from configs.sampling_schema import parse_numbers, sampler_of_run
-from configs.settings import Settings, complete_overrides, flatten, read_stored
+from configs.sampling_schema import RecipeConfig, parse_numbers, sampler_of_run
+from configs.settings import Settings, flatten, read_stored
 from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
@@ -60,7 +60,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
     }
     cfg = checked([f"guidance={name}", f"diffusion={diffusion}", *to_be_set.get(name, [])])
     weak = Checkpoint(Path("runs/other"), "", 1, cfg, {}) if name == "autoguidance" else None
-    recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler, weak)
+    recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]), weak)
 
     def estimate(x, level, y, **routing):
         return x
@@ -86,23 +86,24 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):
     cfg = checked(["guidance=interval", *overrides] if "guidance=sparse" not in overrides else overrides)
     with pytest.raises(UserError, match=words):
-        recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
+        recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]))
 
 
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
-        recipe.check_guidance(cfg.guidance[0], cfg, cfg.sampler)
+        recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]))
 
 
 def test_without_bounds_guidance_may_have_the_noise_level_0_alone():
     run = checked()
+    one_step = run.model_copy(update={"sampler": AncestralSampler(num_steps=1)})
     for name in ("none", "cfg"):
-        for sampler in (AncestralSampler(num_steps=1), run.sampler):
-            recipe.check_interval(checked([f"guidance={name}"]).guidance[0], run, sampler)
+        for cfg in (one_step, run):
+            recipe.check_interval(RecipeConfig.in_training(cfg, checked([f"guidance={name}"]).guidance[0]))
     bounded = checked(["guidance=interval", "guidance.level_lo=0", "guidance.level_hi=1"]).guidance[0]
     with pytest.raises(UserError, match="level_lo=0.0 to guidance.level_hi=1.0 does not fit the 1 noise levels .* 0 to 0"):
-        recipe.check_interval(bounded, run, AncestralSampler(num_steps=1))
+        recipe.check_interval(RecipeConfig.in_training(one_step, bounded))
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
@@ -125,6 +126,11 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
             sampler(run, override)
 
 
+def completed(command, run, step):
+    """Complete every combination of a fid.py command for a checkpoint of the run."""
+    return [chosen.complete(run, step, command.evaluation) for chosen in command.choices(run)]
+
+
 def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     run = checked(
         [
@@ -138,17 +144,18 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     )
     last = run.train.num_steps
     given, checkpoint = checked(["checkpoint=a"], "fid"), Checkpoint(Path("a"), "hash", last, run, {})
-    (unguided, guided) = (recipe.Recipe.for_checkpoint(checkpoint, one) for one in given.all_recipe_overrides(run))
+    (unguided, guided) = (recipe.Recipe.build(config, checkpoint) for config in completed(given, run, last))
     assert [one.guidance for one in (unguided, guided)] == run.guidance
-    assert unguided.sampler == run.sampler and complete_overrides(given.machine, dict(run.machine), schema.Machine) == run.machine
-    assert unguided.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
-    in_training = recipe.Recipe.in_training(run, run.guidance[0])
-    assert unguided.result_settings() == in_training.result_settings() and unguided.sampling == in_training.sampling
-    shared = given.evaluation_of_run(run, last).model_dump()
-    assert shared == run.evaluation.model_dump(include={*shared}) | {"num_samples": 500}
-    assert given.evaluation_of_run(run, last - 1).num_samples == run.evaluation.num_samples
-    image = checked(["checkpoint=a"], "sample")
-    assert image.recipe_overrides(run).guidance == run.guidance[-1] and image.machine.compile == "none"
+    assert unguided.config.sampler == run.sampler and unguided.config.machine == run.machine
+    assert unguided.config.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
+    in_training = recipe.Recipe.build(RecipeConfig.in_training(run, run.guidance[0]))
+    assert unguided.result_settings() == in_training.result_settings()
+    assert unguided.config == in_training.config.model_copy(update={"evaluation": unguided.config.evaluation})
+    assert unguided.config.evaluation.model_dump() == run.evaluation.model_dump() | {"num_samples": 500}
+    assert completed(given, run, last - 1)[0].evaluation == run.evaluation
+    image = checked(["checkpoint=a"], "sample").complete(run, last)
+    assert image.guidance == run.guidance[-1:] and image.machine == run.machine.model_copy(update={"compile": "none"})
+    assert (image.sampler, image.sampling) == (unguided.config.sampler, unguided.config.sampling)
 
     keys = [
         "guidance=cfg",
@@ -161,16 +168,14 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     own_detector = ["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors"]
     run = checked([*own_detector, "sampling.labels=balanced", "sampling.autoencoder=identity"])
     checkpoint = Checkpoint(Path("a"), "hash", 1, run, {})
-    ema, raw = (recipe.Recipe.for_checkpoint(checkpoint, one) for one in other.all_recipe_overrides(run))
+    ema, raw = (recipe.Recipe.build(config, checkpoint).config for config in completed(other, run, 1))
     assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
-    evaluation = other.evaluation_of_run(run, 1)
-    assert evaluation.num_samples == 7 and evaluation.detector_weights is None
-    assert complete_overrides(other.machine, dict(run.machine), schema.Machine).tf32
-    same = checked(["checkpoint=a"], "fid")
-    assert same.evaluation_of_run(run, 1).detector_weights == "x.safetensors"
-    more = checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid")
-    own = more.evaluation_of_run(run, 1)
-    assert (own.detector_weights, own.background) == ("x.safetensors", "white")
+    assert ema.evaluation.num_samples == 7 and ema.evaluation.detector_weights is None
+    assert ema.machine.tf32
+    same, *_ = completed(checked(["checkpoint=a"], "fid"), run, 1)
+    assert same.evaluation.detector_weights == "x.safetensors"
+    own, *_ = completed(checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid"), run, 1)
+    assert (own.evaluation.detector_weights, own.evaluation.background) == ("x.safetensors", "white")
 
 
 @pytest.mark.parametrize(
@@ -192,10 +197,10 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
 def test_the_weights_of_the_runs_detector_are_loaded_by_no_other_detector(of_run, of_command, is_kept):
     run = checked([f"evaluation.detector={of_run}", "evaluation.detector_weights=a"])
     detector = [f"evaluation.detector={of_command}"] if of_command else []
-    evaluation = checked(["checkpoint=a", *detector], "fid").evaluation_of_run(run, 1)
-    assert evaluation.detector_weights == ("a" if is_kept else None)
-    given = checked(["checkpoint=a", *detector, "evaluation.detector_weights=b"], "fid")
-    assert given.evaluation_of_run(run, 1).detector_weights == "b"
+    config, *_ = completed(checked(["checkpoint=a", *detector], "fid"), run, 1)
+    assert config.evaluation.detector_weights == ("a" if is_kept else None)
+    given, *_ = completed(checked(["checkpoint=a", *detector, "evaluation.detector_weights=b"], "fid"), run, 1)
+    assert given.evaluation.detector_weights == "b"
 
 
 def test_the_defaults_are_the_papers_except_for_the_digits():
@@ -249,6 +254,7 @@ def test_a_key_without_a_role_is_an_error():
         ("+zzz=1", "zzz is not a key"),
         ("+guidance.w=1", "guidance.w is not a key"),
         ("+sampler.solver=heun", "sampler.solver is not a key"),
+        ("+sampling.weights=raw", "sampling.weights is not a key"),
         ("train.lr=fast", "train.lr='fast': .*number"),
         ("train.betas=[0.9]", "train.betas=.*2 items"),
         ("train.betas=[0.9,2.0]", r"train.betas\[1\]=2.0"),
@@ -365,7 +371,7 @@ def test_a_list_in_a_group_of_guidance_is_one_guidance_for_each_value():
     assert checked(["checkpoint=a", *guided], "sample").guidance.cfg_scale == 1.5
     assert [one.cfg_scale for one in checked([*guided, "guidance.cfg_scale=[1.0,2.0]"]).guidance] == [1.0, 2.0]
     command = checked(["checkpoint=a", *guided, "guidance.cfg_scale=[1.0,2.0]", "sampling.weights=[ema,raw]"], "fid")
-    choices = [(one.sampling.weights, one.guidance.cfg_scale) for one in command.all_recipe_overrides(checked())]
+    choices = [(one.sampling.weights, one.guidance.cfg_scale) for one in command.choices(checked())]
     assert choices == [("ema", 1), ("ema", 2), ("raw", 1), ("raw", 2)]
     for name in ("config", "fid"):
         with pytest.raises(UserError, match=r"cfg_scale=\[\] lists no value"):

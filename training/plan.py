@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from checkpoints.run import RunFolder
+from configs.sampling_schema import RecipeConfig
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
@@ -75,7 +76,8 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
 
 
 def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
-    return Recipe.in_training(cfg, cfg.guidance[-1], find_weak) if cfg.sample_grid.every else None
+    config = RecipeConfig.in_training(cfg, cfg.guidance[-1])
+    return Recipe.build(config, find_weak=find_weak) if cfg.sample_grid.every else None
 
 
 def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recipe]:
@@ -84,7 +86,8 @@ def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recip
     if not evaluation.every or (evaluation.validation and evaluation.reference is None):
         return []
     recipes: list[Recipe] = []
-    for recipe in (Recipe.in_training(cfg, guidance, find_weak) for guidance in cfg.guidance):
+    for guidance in cfg.guidance:
+        recipe = Recipe.build(RecipeConfig.in_training(cfg, guidance), find_weak=find_weak)
         # For example, intervals have no effect at cfg_scale=1.
         if all(recipe.result_settings() != other.result_settings() for other in recipes):
             recipes.append(recipe)
