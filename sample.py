@@ -21,12 +21,13 @@ def main(cfg: SampleConfig) -> None:
     """Sample the images that are missing in the output folder, and write the grid."""
     from runtime.machine import apply_machine_settings, start_accelerator
     from runtime.processes import check_new_file, check_same_files, on_main
+    from sampling.recipe import fingerprint_files_of
     from sampling.sample_command import SETTINGS_FILE, make_images, plan_images
 
     accelerator = start_accelerator(cfg.machine.cpu_threads)
     with contextlib.ExitStack() as stack:  # the main process locks the output folder
         plan = on_main(partial(plan_images, cfg, accelerator.device, stack))
-        check_same_files(plan.file_fingerprints)
+        check_same_files(partial(fingerprint_files_of, [plan.recipe]))
         check_new_file("output", plan.output / SETTINGS_FILE)
         apply_machine_settings(plan.recipe.config.machine, accelerator.device)
         make_images(plan, accelerator)

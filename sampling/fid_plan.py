@@ -31,7 +31,7 @@ from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from latents.shards import read_manifest
 from runtime.compilation import check_compile_mode
-from runtime.processes import FileFingerprint, fingerprint_folder
+from runtime.processes import FileFingerprint
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import Recipe, find_weak_checkpoint, fingerprint_files_of
 from sampling.score import scoring_settings, settings_of_samples
@@ -109,11 +109,9 @@ class FidPlan:
         """Return what this process sees of the files that all processes read."""
         recipes = [point.recipe for point in self.points if point.recipe]
         key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
-        files = dict.fromkeys(recipe.checkpoint.manifest_file for recipe in recipes)
         sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
         opened = [FileFingerprint(name, images.path, images.spot_check()) for name, images in sets.items()]
-        seen = [fingerprint_folder(key, file) for file in files]
-        return [*seen, *fingerprint_files_of(recipes), *fingerprint_weights(self.evaluation), *opened]
+        return [*fingerprint_files_of(recipes, key), *fingerprint_weights(self.evaluation), *opened]
 
 
 def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:

@@ -134,13 +134,17 @@ class Recipe:
         )
 
 
-def fingerprint_files_of(recipes: Sequence[Recipe]) -> list[FileFingerprint]:
-    """Return what this process sees of the checkpoints of weak networks, and of local autoencoders."""
-    files = dict.fromkeys(recipe.weak.manifest_file for recipe in recipes if recipe.weak)
+def fingerprint_files_of(recipes: Sequence[Recipe], key: str = "checkpoint") -> list[FileFingerprint]:
+    """Return what this process sees of the files of recipes: checkpoints, also of weak networks, and local autoencoders.
+
+    `key` is the key of the command that names the checkpoints.
+    """
+    files = dict.fromkeys((key, recipe.checkpoint.manifest_file) for recipe in recipes if recipe.checkpoint)
+    files |= dict.fromkeys(("guidance.checkpoint", recipe.weak.manifest_file) for recipe in recipes if recipe.weak)
     specs = dict.fromkeys(recipe.config.sampling.autoencoder for recipe in recipes if recipe.autoencoder_hash)
     decoders = [(Path(spec.partition(":")[2]), autoencoders.hash_local_files(spec)) for spec in specs]
     seen = [FileFingerprint("sampling.autoencoder", path, local_hash) for path, local_hash in decoders]
-    return [fingerprint_folder("guidance.checkpoint", file) for file in files] + seen
+    return [fingerprint_folder(name, file) for name, file in files] + seen
 
 
 def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:

@@ -40,8 +40,8 @@ from configs.settings import did_you_mean, read_stored
 from evaluations.images import write_npz
 from evaluations.result_settings import sampler_for_results
 from runtime.compilation import check_compile_mode
-from runtime.processes import FileFingerprint, barrier, fingerprint_folder
-from sampling.recipe import Recipe, fingerprint_files_of
+from runtime.processes import barrier
+from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler, draw_labels
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,6 @@ class SamplePlan:
     files: dict[int, Path]
     missing: list[int]
     npz: bool
-
-    def file_fingerprints(self) -> list[FileFingerprint]:
-        """Return what this process sees of the files that all processes read."""
-        return [
-            fingerprint_folder("checkpoint", self.recipe.checkpoint.manifest_file),
-            *fingerprint_files_of([self.recipe]),
-        ]
 
 
 def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitStack) -> SamplePlan:
