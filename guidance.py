@@ -184,10 +184,12 @@ def _guide(
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:
         return unguided
+    with np.errstate(over="ignore"):  # a bound may exceed float32
+        low, high = np.float32(low), np.float32(high)
 
     def denoiser(x: Tensor, level: float, y: Tensor) -> Tensor:
-        # A bound may be meant to equal one of the sampler's noise levels, which differ from it by rounding. Networks see float32.
-        if not np.float32(low) < np.float32(level) <= np.float32(high):
+        # In float32, a bound equals the noise level of the sampler that is meant, also if their float64 values differ.
+        if not low < np.float32(level) <= high:
             return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels

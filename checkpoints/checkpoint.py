@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint's small files. The caller has verified them."""
+    """Read a checkpoint's small files, which the caller has verified, and the names of its classes."""
     checkpoint_hash = store.hash_checkpoint(folder)
     state = store.read_state(folder)
     config = read_config(folder)
@@ -83,7 +83,7 @@ def find_class_names(config: schema.TrainConfig, state: dict) -> list[str] | Non
     with contextlib.suppress(UserError):  # a damaged manifest does not stop sampling
         manifest = read_manifest(path)
         if manifest and trained_on not in (None, hash_of_shards(manifest["shards"])):
-            log.warning("data.path=%s holds other latents than this run's, so its class names are not used", path)
+            log.info("data.path=%s holds other latents than this run's, so its class names are not used", path)
             return None
         return manifest.get("class_names")
 

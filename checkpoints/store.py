@@ -48,8 +48,8 @@ READ_ALWAYS = ("state.json", "config.yaml")  # every command reads these files
 _STEP = re.compile(r"step_(\d{7,})")
 
 
-# The tensors of a checkpoint, {file without suffix: {name: tensor}}. Each checkpoint has `model`, `ema` and `optimizer`, which is
-# {"state": {parameter name: {name: tensor}}}, or {} for imported weights.
+# The tensors of a checkpoint, {file without suffix: {name: tensor}}. Each checkpoint has `model`, `ema` and `optimizer`. The last
+# has another form: {"state": {parameter name: {name: tensor}}}, or {} for imported weights.
 Tensors = dict[str, dict[str, Any]]
 
 

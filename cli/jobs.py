@@ -68,8 +68,8 @@ def run_job(
 ) -> float | None:
     """Validate the configuration that Hydra composed for one job, and call `main`. Return the metric that `main` returns.
 
-    An error is kept in `job_errors` for `run_hydra`. In a sweep, it ends only its job (`fail_in_sweep`). `full_errors` logs
-    tracebacks of the user errors of a sweep, too.
+    An error is added to `job_errors` for `run_hydra`. In a sweep, it ends only its job (`fail_in_sweep`), and `full_errors` logs
+    the traceback of a user error, too. In processes of joblib and submitit, `job_errors` is a copy, so errors are also raised.
     """
     log_to_stderr()
     hydra_cfg = HydraConfig.get()

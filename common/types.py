@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import re
+from numbers import Integral
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
@@ -43,10 +44,11 @@ def _check_on_disk(text: str) -> str:
 
 
 def _number(value: object) -> object:
-    """Reject true and false, which Python treats as 1 and 0. Convert floats with integer values, such as 1e3, to integers."""
+    """Reject true and false, which Python treats as 1 and 0. Convert NumPy's integers, and floats such as 1e3, to integers."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number")
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value
 
 
 _NUMBER = BeforeValidator(_number)

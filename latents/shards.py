@@ -37,6 +37,7 @@ Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
 NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
 Resolution = Annotated[int, Field(ge=1, le=2**16)]
+_MAY_BE_TEXT = pydantic.Strict(False)  # other programs may write numbers of the header as text
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -44,13 +45,13 @@ class ShardInfo:
     """Metadata for reading a shard. All shards of a folder have the same metadata. Invalid values raise ValueError."""
 
     kind: Kind  # `sample` (C channels) or `moments` (mean and log-variance in 2C channels, from which the trainer draws latents)
-    scale_factor: PositiveFloat  # factor that scales latents before they enter the network
+    scale_factor: Annotated[PositiveFloat, _MAY_BE_TEXT]  # factor that scales latents before they enter the network
     autoencoder: str  # name of the autoencoder: identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>
     resolution: Resolution  # image height and width in pixels
     num_classes: NumClasses  # number of classes (labels range from 0 to num_classes - 1)
     # Mean and standard deviation of each of the C channels over all latents. If both values are None, latents are not normalised.
-    latents_mean: list[FiniteFloat] | None = None
-    latents_std: list[PositiveFloat] | None = None
+    latents_mean: list[Annotated[FiniteFloat, _MAY_BE_TEXT]] | None = None
+    latents_std: list[Annotated[PositiveFloat, _MAY_BE_TEXT]] | None = None
 
     def __post_init__(self):
         if len(self.latents_mean or ()) != len(self.latents_std or ()):

@@ -225,7 +225,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
     """Return the recipe for every checkpoint and combination of listed values.
 
     Combinations that only some of a run's `checkpoints` do not support are left out with a warning: `ema_length` needs snapshots
-    of several earlier steps.
+    of several earlier steps. So are those of a checkpoint that a running trainer removes meanwhile.
 
     Raises UserError if a combination does not fit any checkpoint, or not one that the command names.
     """
@@ -239,7 +239,8 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
                 recipes.append(Recipe.build(config, checkpoint, find_weak))
             except UserError as e:
                 refused.setdefault(number, []).append(e)
-                if cfg.checkpoints is None or len(refused[number]) == len(checkpoints):
+                is_unreadable = isinstance(e.__cause__, OSError)  # the file may be intact
+                if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
                     raise
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)

@@ -4,6 +4,7 @@ import inspect
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,4 +85,10 @@ def test_a_number_is_the_noise_level_of_all_samples(diffusion):
         assert t.shape == (len(x),) and t.dtype == torch.float32
         return x * t.reshape(-1, 1, 1, 1)
 
-    assert torch.equal(diffusion.denoise(net, X, 1.0, T), diffusion.denoise(net, X, torch.ones(len(X)), T))
+    level = 3.0 if isinstance(diffusion, DDPM) else 0.7
+    D_x = diffusion.denoise(net, X, level, T)
+    assert torch.equal(D_x, diffusion.denoise(net, X, torch.full((len(X),), level), T)) and not torch.equal(D_x, X)
+
+
+def test_samplers_accept_numbers_of_numpy():
+    assert HeunSampler(num_steps=np.int64(20), rho=np.float64(7)) == HeunSampler(num_steps=20)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -73,6 +74,13 @@ def test_an_interval_evaluates_the_second_branch_only_above_level_lo_and_up_to_l
     assert torch.equal(D, Recorder()(X, level, Y)) == (num_rows == 2)
     _, calls = guided("sparse", level, **SPARSE | dict(r_strong=0.0, level_lo=0.3, level_hi=0.7))
     assert [call["ratio"] for call in calls] == [0.0, 0.5][: num_rows // 2]  # outside, only the strong branch runs
+
+
+def test_a_bound_above_all_float32_numbers_is_no_bound():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bounded = guided("interval", 80.0, cfg_scale=1.5, level_lo=0.0, level_hi=1e39)[0]
+    assert torch.equal(bounded, guided("cfg", 80.0, cfg_scale=1.5)[0])
 
 
 def test_guidance_of_the_first_channels_leaves_the_other_channels_without_guidance():

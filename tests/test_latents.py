@@ -114,6 +114,14 @@ def changed(info=None, **tensors):
     return write
 
 
+def test_numbers_of_a_header_may_be_text(tmp_path):
+    changed({"scale_factor": "0.5", "num_classes": "3", "latents_mean": ["0", 1], "latents_std": [1, "2"]})(
+        file := tmp_path / "x.safetensors"
+    )
+    info = LatentDataset(file).info
+    assert (info.scale_factor, info.num_classes, info.latents_mean, info.latents_std) == (0.5, 3, [0, 1], [1, 2])
+
+
 def cut_off(file):
     changed()(file)
     os.truncate(file, file.stat().st_size - 300)

@@ -7,6 +7,7 @@ import torch
 from conftest import losses, metrics, run_train, weights
 
 from checkpoints.run import read_metrics
+from edm import EDM
 from evaluations.record import read_records
 from training.hooks import SampleGridHook
 from training.loop import Clock
@@ -78,3 +79,17 @@ def test_metrics_hold_training_lines_and_evaluations_are_records_of_their_own(tm
     records = read_records(run / "evaluations" / "results.jsonl")
     assert [(record.run, record.step, record.checkpoint) for record in records] == [("run", 3, None), ("run", 6, None)]
     assert all(record.of_samples and record.metrics and record.evaluation_sec > 0 for record in records)
+
+
+def test_losses_are_sorted_by_the_noise_levels_at_which_they_were_computed(tmp_path, monkeypatch):
+    """The loss of each sample is replaced by the bin of the level that the loss got."""
+    as_given = EDM.loss
+
+    def bin_of_level(diffusion, net, x, y, random, levels=None, **net_kwargs):
+        quantiles = torch.special.ndtr((levels.log() - diffusion.P_mean) / diffusion.P_std)
+        return 0 * as_given(diffusion, net, x, y, random, levels, **net_kwargs) + (10 * quantiles).floor()
+
+    monkeypatch.setattr(EDM, "loss", bin_of_level)
+    (line,) = metrics(run_train(tmp_path, "run", "train.log_every=6"))
+    found = {number: loss for number, loss in enumerate(line["loss_by_level"]) if loss is not None}
+    assert len(found) > 3 and all(loss == number for number, loss in found.items())

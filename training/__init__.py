@@ -1,1 +1,1 @@
-"""The trainer and the hooks that it calls between training steps."""
+"""The training loop, the trainer and the hooks between training steps."""

@@ -43,5 +43,5 @@ class EMA:
         torch._foreach_lerp_([self.averages[name] for name in self._trained], [*self._trained.values()], 1 - decay)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the averages that a checkpoint stores, as a mapping from file name to named tensors."""
+        """Return the averages that a checkpoint stores, by file and name."""
         return {"ema": self.averages}

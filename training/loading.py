@@ -140,5 +140,5 @@ def restore_weights(trainer: Trainer, folder: Path, *, without: str | None = Non
         return {name: x for name, x in tensors.items() if name != without}
 
     targets = trainer.tensors()
-    stored = store.load_weights_and_ema(folder)
-    copy_tensors(folder, {file: select(x) for file, x in stored.items()}, {file: select(targets[file]) for file in stored})
+    stored = {file: select(tensors) for file, tensors in store.load_weights_and_ema(folder).items()}
+    copy_tensors(folder, stored, {file: select(targets[file]) for file in stored})

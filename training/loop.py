@@ -45,10 +45,9 @@ def train(trainer: Trainer, run: RunFolder, hooks: Sequence[Hook]) -> bool:
                     hook(trainer)  # a signal may have interrupted it at this step
             clock.start()
             for micro_batches in until_stopped(trainer.batches(), trainer.stop.poll):
-                step = trainer.step + 1
-                is_logged = is_due(cfg.train.log_every, step, num_steps)
-                is_saved = is_due(cfg.checkpoint.every, step, num_steps)
-                due_hooks = [hook for hook in hooks if is_due(hook.every, step, num_steps)]
+                due = partial(is_due, step=trainer.step + 1, num_steps=num_steps)
+                is_logged, is_saved = due(cfg.train.log_every), due(cfg.checkpoint.every)
+                due_hooks = [hook for hook in hooks if due(hook.every)]
                 measured = trainer.train_step(micro_batches, STEP_METRICS if is_logged else None)
                 bar.update()
                 if not (is_logged or is_saved or due_hooks):

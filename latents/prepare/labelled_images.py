@@ -109,7 +109,7 @@ class LabelledImages:
         selected = copy.copy(self)
         selected.names = [self.names[i] for i in indices]
         selected.labels = self.labels[indices]
-        selected.members = self.members and [self.members[i] for i in indices]
+        selected.members = None if self.members is None else [self.members[i] for i in indices]
         return selected
 
     def select_part(self, hashes: Sequence[int | None], part: Part, duplicates: Duplicates) -> LabelledImages:

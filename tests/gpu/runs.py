@@ -42,7 +42,7 @@ def config_for(size, folder, *overrides):
 
 
 def trainer_for(device, size, folder, *overrides):
-    """Return a trainer without hooks. Its run has so many steps that it never ends."""
+    """Return a trainer. Its run has so many steps that it never ends."""
     forget_accelerate()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
