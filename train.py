@@ -73,8 +73,8 @@ def main(cfg: TrainConfig) -> float | None:
         tracking.init_trackers(accelerator, cfg, run)
     is_complete = loop.train(trainer, run, hooks)
     run.close()
+    tracking.finish(accelerator)  # before the end of a submitit job, which waits to be killed, or exits when it is requeued
     exit_code = end_run_after_signal(trainer.stop, trainer.step, is_complete)
-    tracking.finish(accelerator)
     if exit_code is not None:
         sys.exit(exit_code)  # also ends a sweep
     return processes.on_main(partial(lowest_metric, trainer, hooks))

@@ -97,11 +97,15 @@ class EvaluationRecord(PlannedEvaluation):
     evaluation_sec: NonNegativeFloat = 0.0
 
 
-def lowest_figure(records: Iterable[EvaluationRecord]) -> float | None:
-    """Return the first metric of the record where it is lowest. Losses on held-out latents count only if nothing else does."""
-    measured = [record for record in records if record.metrics]
-    measured = [record for record in measured if record.of_samples] or measured
-    return min((next(iter(record.metrics.values())) for record in measured), default=None)
+def lowest_figure(records: Iterable[EvaluationRecord], metric: str) -> float | None:
+    """Return the lowest value of a metric of images, or the lowest validation loss if no record is of images.
+
+    Records without the metric do not count. For example, it was not finite.
+    """
+    measured = list(records)
+    of_samples = [record for record in measured if record.of_samples]
+    name = metric if of_samples else "validation_loss"
+    return min((record.metrics[name] for record in of_samples or measured if name in record.metrics), default=None)
 
 
 def read_records(file: Path, log_level: int = logging.WARNING) -> list[EvaluationRecord]:

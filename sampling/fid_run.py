@@ -112,4 +112,4 @@ def write_results(plan: FidPlan) -> float | None:
         write_tables(results, [(point.planned, plan.columns(point)) for point in points], metric)
     found = [(record, plan.columns(point)) for point in plan.points if (record := point.find())]
     sys.stdout.write(ResultsTable(*zip(*found), metric).terminal() if found else "")
-    return lowest_figure(record for record, _ in found)
+    return lowest_figure((record for record, _ in found), metric)

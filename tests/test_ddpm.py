@@ -106,6 +106,6 @@ def test_guidance_takes_the_learned_variance_from_the_conditional_estimate():
 
     guided = guidance.classifier_free(GuidanceInputs(denoise, num_classes=7), cfg_scale=3.0)
     x, y = torch.zeros(2, 2, 1, 1), torch.tensor([1, 2])
-    D_x, share = guided(x, torch.ones(2), y).chunk(2, dim=1)
+    D_x, share = guided(x, 1.0, y).chunk(2, dim=1)
     assert D_x.flatten(1).tolist() == [[7 + 3 * (1 - 7)] * 2, [7 + 3 * (2 - 7)] * 2]
     assert share.flatten(1).tolist() == [[-1.0] * 2, [-2.0] * 2]

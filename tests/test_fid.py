@@ -350,9 +350,11 @@ def test_a_record_without_a_hash_counts_only_for_its_step_in_the_folder_of_its_r
     own.add(hashed)
     assert own.find(planned(run="moved", step=4, checkpoint="hash")) == hashed
     assert own.find(planned(run="run", step=4)) is None  # training repeats the step, perhaps with other settings
-    assert lowest_figure([trained, hashed]) == 1.0 and lowest_figure([]) is None
+    assert lowest_figure([trained, hashed], "fid") == 1.0 and lowest_figure([], "fid") is None
     loss = EvaluationRecord(run="run", step=4, settings={"latents": "x"}, metrics={"validation_loss": 0.1})
-    assert lowest_figure([loss, hashed]) == 2.0 and lowest_figure([loss]) == 0.1
+    assert lowest_figure([loss, hashed], "fid") == 2.0 and lowest_figure([loss], "fid") == 0.1
+    without_fid = hashed.model_copy(update={"metrics": {"precision": 0.1}})  # its FID was not finite
+    assert lowest_figure([without_fid, hashed], "fid") == 2.0 and lowest_figure([loss, without_fid], "fid") is None
 
 
 def test_a_replaced_autoencoder_is_evaluated_again_and_equal_looking_lines_show_hashes(edm, fid, tmp_path, monkeypatch):

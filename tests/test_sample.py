@@ -245,6 +245,7 @@ def test_a_checkpoint_has_its_class_names_without_the_latents(named, sample, tmp
 
 
 def test_names_of_other_latents_at_the_same_path_are_not_those_of_the_classes(named, sample, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     named = shutil.copytree(named, named.parent / "older")
     for folder in (named / "checkpoints").iterdir():  # as earlier versions wrote it
         state = json.loads((folder / "state.json").read_text())

@@ -111,12 +111,12 @@ def test_only_sprint_adds_parameters_to_the_network_and_settings_that_do_not_fit
 def test_path_drop_guidance_extrapolates_from_the_null_label_without_the_blocks_of_routes():
     def guided(level=2.0, **settings):
         denoise = Recorder()
-        D_x = guidance.path_drop(make_inputs(denoise), **settings)(X, torch.full((2,), level), Y)
+        D_x = guidance.path_drop(make_inputs(denoise), **settings)(X, level, Y)
         return D_x, [(call["y"], call["ratio"]) for call in denoise.calls]
 
     D, calls = guided(cfg_scale=1.5)
     assert calls == [([1, 4], None), ([NUM_CLASSES] * 2, 1.0)]
-    weak = Recorder()(X, torch.full((2,), 2.0), torch.full_like(Y, NUM_CLASSES), selection_ratios=1.0)
+    weak = Recorder()(X, 2.0, torch.full_like(Y, NUM_CLASSES), selection_ratios=1.0)
     assert torch.allclose(D, weak + 1.5 * (LABEL - weak))
     for off in (dict(cfg_scale=1.0), dict(cfg_scale=1.5, level_lo=2.0), dict(cfg_scale=1.5, level_hi=1.0)):
         D, calls = guided(**off)

@@ -751,6 +751,14 @@ def test_a_run_after_a_failed_run_of_a_sweep_has_its_own_wandb_run(train, monkey
     assert [*(later / "wandb").glob(f"offline-run-*-{(later / 'wandb_id').read_text()}/*.wandb")]
 
 
+def test_wandb_ends_before_a_stopped_job_waits_to_be_killed(train, monkeypatch):
+    calls = []
+    monkeypatch.setattr("training.tracking.finish", lambda accelerator: calls.append("finish"))
+    monkeypatch.setattr("training.stop.end_run_after_signal", lambda *arguments: calls.append("end"))
+    train("run", "train.num_steps=1")
+    assert calls == ["finish", "end"]
+
+
 def test_a_missing_wandb_is_refused(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="^wandb.mode=offline: .*wandb.*; run `pip install wandb`, or set wandb.mode=disabled$"):

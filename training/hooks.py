@@ -15,7 +15,7 @@ from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
 from evaluations.result_settings import guidance_fields
-from evaluations.suite import display_name, format_metrics
+from evaluations.suite import display_name, format_metrics, metrics_for
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.recipe import Recipe
@@ -110,7 +110,8 @@ class EvaluationHook(Hook):
 def lowest_metric(trainer: Trainer, hooks: Iterable[Hook]) -> float | None:
     """Return the metric of the last evaluations that sweepers minimise (`record.lowest_figure`), or None without any."""
     records = [hook.results.find(hook.planned(trainer)) for hook in hooks if isinstance(hook, EvaluationHook)]
-    return lowest_figure(record for record in records if record is not None)
+    metric = metrics_for(trainer.cfg.evaluation.all_detectors[0])[0].name
+    return lowest_figure((record for record in records if record is not None), metric)
 
 
 def name_in_log(metric: str, record: EvaluationRecord) -> str:
