@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -231,17 +231,23 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
     """
     find_weak = cache(find_weak_checkpoint)
     recipes: list[Recipe] = []
-    refused: dict[int, list[UserError]] = {}  # for each combination
+    refused: dict[str, list[UserError]] = defaultdict(list)  # by combination
+    num_tried: Counter[str] = Counter()  # number of checkpoints, whose runs may list other guidances
     for checkpoint in checkpoints:
-        for number, chosen in enumerate(cfg.choices(checkpoint.config)):
+        for chosen in cfg.choices(checkpoint.config):
+            combination = chosen.model_dump_json()
+            num_tried[combination] += 1
             try:
                 config = chosen.complete(checkpoint.config, checkpoint.step, cfg.evaluation)
                 recipes.append(Recipe.build(config, checkpoint, find_weak))
             except UserError as e:
-                refused.setdefault(number, []).append(e)
+                refused[combination].append(e)
                 is_unreadable = isinstance(e.__cause__, OSError)  # the file may be intact
-                if cfg.checkpoints is None or is_unreadable or len(refused[number]) == len(checkpoints):
+                if cfg.checkpoints is None or is_unreadable:
                     raise
+    for combination, errors in refused.items():
+        if len(errors) == num_tried[combination]:
+            raise errors[-1]
     for error in itertools.chain.from_iterable(refused.values()):
         log.warning("%s; this point is left out", error)
     return recipes

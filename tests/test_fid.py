@@ -854,3 +854,16 @@ def test_a_folder_is_no_reference_if_the_images_of_any_run_were_padded(tmp_path)
     for runs in ([{"pad": 2}, {"pad": 0}], [{"pad": 0}, {"pad": 2}], [{}, {"pad": 2}]):
         with pytest.raises(UserError, match=f"evaluation.reference={tmp_path}: the training images were encoded with pad=2"):
             open_reference(str(tmp_path), "evaluation.reference", ["digits"], resolution=8, encoded_with=runs)
+
+
+def test_a_guidance_that_fits_no_checkpoint_is_refused_wherever_the_runs_list_it():
+    """A resumed run may list other guidances, so that an earlier checkpoint has the same guidance at another place."""
+    latents = {"in_channels": 1, "input_size": 8, "num_classes": 10, "scale_factor": 0.5, "resolution": 8}
+    checkpoints = []
+    for step, scales in ((2, "[1.0,2.0]"), (4, "2.0")):
+        run = checked(["guidance=cfg", f"guidance.cfg_scale={scales}", "model.class_dropout=0"])
+        data, sampling = run.data.model_copy(update=latents), run.sampling.model_copy(update={"autoencoder": "identity"})
+        config = run.model_copy(update={"data": data, "sampling": sampling})
+        checkpoints.append(Checkpoint(Path(f"step_{step}"), str(step), step, config, {}))
+    with pytest.raises(UserError, match="cfg_scale=2 needs the null class"):
+        fid_plan.choose_recipes(checked(["checkpoints=run"], "fid"), checkpoints)
