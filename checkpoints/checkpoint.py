@@ -93,12 +93,12 @@ def find_class_names(config: schema.TrainConfig, state: dict) -> list[str] | Non
 # UserError for a checkpoint that does not fit. It is called before large files are hashed, which can take minutes.
 
 
-def accept(checkpoint: Checkpoint) -> None:
+def accept_any(checkpoint: Checkpoint) -> None:
     """Accept any checkpoint."""
 
 
 def open_checkpoint(
-    folder: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+    folder: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept_any
 ) -> Checkpoint:
     """Verify and read a checkpoint.
 
@@ -124,7 +124,7 @@ def list_newest_first(root: Path) -> Iterator[Path]:
 
 
 def find_newest(
-    root: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+    root: Path, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept_any
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Return the newest intact checkpoint in `root` or None, and {folder: problem} of newer ones, which are damaged."""
     damaged = {}
@@ -176,7 +176,7 @@ def holds_latents(folder: Path) -> bool:
 
 
 def resolve_checkpoint(
-    folder: Path, key: str, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept
+    folder: Path, key: str, files: Collection[str] | None = None, check: Callable[[Checkpoint], None] = accept_any
 ) -> Checkpoint:
     """Return the checkpoint `folder`, or the newest intact checkpoint of the run `folder`. `key` names it in errors."""
     if holds_latents(folder):

@@ -156,17 +156,17 @@ class Interval(CFG):
     level_hi: NonNegativeFloat
 
 
-class Bounded(Settings):
+class BoundedGuidance(Settings):
     level_lo: NonNegativeFloat | None
     level_hi: NonNegativeFloat | None
 
 
-class PathDrop(Bounded):
+class PathDrop(BoundedGuidance):
     name: Literal["path_drop"]
     cfg_scale: FiniteFloat
 
 
-class Sparse(Bounded):
+class Sparse(BoundedGuidance):
     name: Literal["sparse"]
     w: FiniteFloat
     r_strong: Fraction
@@ -182,7 +182,7 @@ class Sparse(Bounded):
         return (self.r_strong_last, self.r_weak_last) != (None, None)
 
 
-class Autoguidance(Bounded):
+class Autoguidance(BoundedGuidance):
     name: Literal["autoguidance"]
     checkpoint: CheckpointPath
     weights: Weights
