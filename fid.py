@@ -25,9 +25,11 @@ def main(cfg: FidConfig) -> float | None:
 
     Return the lowest value of the first metric, which sweepers minimise.
     """
+    from runtime.compilation import check_compile_mode
     from runtime.machine import apply_machine_settings, start_accelerator
     from runtime.processes import check_same_files, on_main
-    from sampling.fid_plan import plan_evaluations
+    from sampling.fid_images import evaluate_images, plan_image_set
+    from sampling.fid_plan import plan_checkpoints
     from sampling.fid_run import evaluate_points, write_results
 
     keys = [key for key in ("checkpoint", "checkpoints", "images") if getattr(cfg, key) is not None]
@@ -36,11 +38,13 @@ def main(cfg: FidConfig) -> float | None:
     if cfg.images and (refused := cfg.keys_of_sampling()):
         raise UserError(f"{refused[0]}= applies to sampling from a checkpoint, but images={cfg.images} exist already")
     accelerator = start_accelerator(cfg.machine.cpu_threads)
-    plan = on_main(partial(plan_evaluations, cfg, accelerator.device))
-    check_same_files(partial(plan.file_fingerprints, cfg))
+    plan_command, evaluate = (plan_image_set, evaluate_images) if cfg.images else (plan_checkpoints, evaluate_points)
+    plan = on_main(partial(plan_command, cfg))
+    check_same_files(plan.file_fingerprints)
+    check_compile_mode(plan.machine.compile, accelerator.device)
     apply_machine_settings(plan.machine, accelerator.device)
-    evaluate_points(plan, accelerator)
-    return on_main(partial(write_results, plan))
+    evaluate(plan, accelerator)
+    return on_main(partial(write_results, plan.rows, plan.evaluation))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Plan the evaluations of a fid.py command. A point is a checkpoint with sampling settings, or a set of images on disk."""
+"""Plan the evaluations of checkpoints by fid.py. A point is a checkpoint with sampling settings."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import random
 from collections import Counter, defaultdict
@@ -12,31 +11,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-
-import torch
+from typing import NamedTuple
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, find_all, resolve_checkpoint
-from common.errors import UserError, prefix_errors
-from common.files import REPOSITORY, hash_bytes
-from common.images import are_same_colour
+from common.errors import UserError
+from common.files import REPOSITORY
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
 from configs.schema import Machine, SharedEvaluationSettings
-from configs.settings import as_list, override
+from configs.settings import as_list
 from evaluations.images import ImageSet
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
-from evaluations.suite import metrics_for
 from evaluations.tables import columns_of, format_settings
-from latents.image_sets import open_image_set
 from latents.shards import read_manifest
-from runtime.compilation import check_compile_mode
 from runtime.processes import FileFingerprint
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import Recipe, find_weak_checkpoint, fingerprint_files_of
 from sampling.score import scoring_settings, settings_of_samples
 
 log = logging.getLogger(__name__)
+
+
+class TableRow(NamedTuple):
+    """An evaluation in the tables of a command: where its record is, what it measures, and what the tables show of that."""
+
+    results: Results
+    planned: PlannedEvaluation
+    columns: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ class FidPoint:
     Attributes:
         planned: What it measures.
         results: The results to which its record is added.
-        recipe: Recipe of the samples to evaluate, or None for images on disk.
+        recipe: Recipe of the samples to evaluate.
     """
 
     planned: PlannedEvaluation
     results: Results
-    recipe: Recipe | None = None
+    recipe: Recipe
 
     @property
-    def checkpoint(self) -> Checkpoint | None:
-        return self.recipe and self.recipe.checkpoint
+    def checkpoint(self) -> Checkpoint:
+        return self.recipe.checkpoint
 
     def find(self) -> EvaluationRecord | None:
         """Return the point's record, or None if it is still to do."""
@@ -64,37 +66,34 @@ class FidPoint:
 
 @dataclass(frozen=True)
 class FidPlan:
-    """What a fid.py command evaluates. The main process decides it for all processes.
+    """What fid.py evaluates with checkpoint= or checkpoints=. The main process decides it for all processes.
 
     Attributes:
         points: All points of the command.
         missing: The points that have no record yet, in the order of their evaluation.
         sampler_keys: Sampler settings of the command. Tables show them even if they have their default values.
         reference: Images with which the points are compared.
-        images: Images on disk to evaluate instead of checkpoints, or None.
         evaluation: The group evaluation, which all points share, except num_samples.
         machine: The group machine. Keys that the command leaves open have the values of the first point's run.
-        batch_size: Number of images in a batch: of samples of all runs, of the reference, and of images on disk.
+        batch_size: Number of images in a batch, of samples of all runs and of the reference.
+        key: Key of the command that names the checkpoints.
     """
 
     points: list[FidPoint]
     missing: list[FidPoint]
     sampler_keys: list[str]
     reference: ImageSet
-    images: ImageSet | None
     evaluation: SharedEvaluationSettings
     machine: Machine
     batch_size: int
+    key: str
 
     @property
-    def all_results(self) -> list[Results]:
-        """The results of all points, each once."""
-        return [*dict.fromkeys(point.results for point in self.points)]
+    def rows(self) -> list[TableRow]:
+        return [TableRow(point.results, point.planned, self.columns(point)) for point in self.points]
 
     def columns(self, point: FidPoint) -> dict[str, object]:
         """Return what tables and messages show of a point."""
-        if point.recipe is None:
-            return columns_of(point.planned)
         of_sampler = {key: getattr(point.recipe.config.sampler, key) for key in self.sampler_keys}
         return {"run": None, "step": None, **of_sampler, **columns_of(point.planned)}
 
@@ -105,31 +104,19 @@ class FidPlan:
         names = {name for row in rows for name in row}
         return {name for name in names if len({str(row.get(name)) for row in rows}) > 1}
 
-    def file_fingerprints(self, cfg: FidConfig) -> list[FileFingerprint]:
+    def file_fingerprints(self) -> list[FileFingerprint]:
         """Return what this process sees of the files that all processes read."""
-        recipes = [point.recipe for point in self.points if point.recipe]
-        key = "checkpoint" if cfg.checkpoints is None else "checkpoints"
-        sets = {"evaluation.reference": self.reference} | ({"images": self.images} if self.images else {})
-        opened = [FileFingerprint(name, images.path, images.spot_check()) for name, images in sets.items()]
-        return [*fingerprint_files_of(recipes, key), *fingerprint_weights(self.evaluation), *opened]
+        reference = FileFingerprint("evaluation.reference", self.reference.path, self.reference.spot_check())
+        files = fingerprint_files_of([point.recipe for point in self.points], self.key)
+        return [*files, *fingerprint_weights(self.evaluation), reference]
 
 
-def plan_evaluations(cfg: FidConfig, device: torch.device) -> FidPlan:
-    """Find the points of a command, and check all that can be checked before slow work."""
-    plan = plan_image_set(cfg) if cfg.images else plan_checkpoints(cfg, device)
-    folders = ", ".join(str(results.folder) for results in plan.all_results)
-    numbers = " and ".join(f"{n:,}" for n in sorted({point.planned.settings["num_samples"] for point in plan.points}))
-    log.info("%d of %d evaluations to do, of %s samples, in %s", len(plan.missing), len(plan.points), numbers, folders)
-    return plan
-
-
-def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
+def plan_checkpoints(cfg: FidConfig) -> FidPlan:
     """Plan the evaluation of checkpoints: each of them with each combination of the listed settings."""
     checkpoints = find_checkpoints(cfg)
     recipes = choose_recipes(cfg, checkpoints)
     first = recipes[0].config
     evaluation = check_evaluations_agree([recipe.config.evaluation for recipe in recipes])
-    check_compile_mode(first.machine.compile, device)
     reference = open_reference(
         evaluation.reference,
         "evaluation.reference",
@@ -139,48 +126,24 @@ def plan_checkpoints(cfg: FidConfig, device: torch.device) -> FidPlan:
         encoded_with=settings_of_latents(checkpoints),
     )
     points = points_of_recipes(recipes, scoring_settings(evaluation, reference), cfg.output)
-    return FidPlan(
+    plan = FidPlan(
         points=points,
         missing=find_missing(points),
         sampler_keys=[key for key, value in cfg.sampler.items() if value is not None],
         reference=reference,
-        images=None,
         evaluation=evaluation,
         machine=first.machine,
         batch_size=first.sampling.batch_size,
+        key="checkpoint" if cfg.checkpoints is None else "checkpoints",
     )
+    log_plan(len(plan.missing), plan.rows)
+    return plan
 
 
-def plan_image_set(cfg: FidConfig) -> FidPlan:
-    """Plan the evaluation of images on disk, which is a single point."""
-    images = open_images_to_evaluate(cfg)
-    evaluation = cfg.evaluation_of_images(len(images), images.background)
-    check_images(images, cfg.images, evaluation)
-    reference = open_reference(
-        evaluation.reference,
-        "evaluation.reference",
-        evaluation.all_detectors,
-        resolution=images.shape[1],
-        background=evaluation.background,
-    )
-    warn_of_jpegs(images, reference)
-    output = output_for_images(cfg, images)
-    settings = {"images": cfg.images, "images_hash": images.local_hash(), "num_samples": evaluation.num_samples}
-    metrics = [metric.name for detector in evaluation.all_detectors for metric in metrics_for(detector)]
-    if images.labels is not None and images.class_names and any(name.startswith("class_agreement") for name in metrics):
-        settings["class_names_hash"] = hash_bytes(json.dumps(images.class_names).encode())
-    planned = PlannedEvaluation(settings=settings | scoring_settings(evaluation, reference))
-    points = [FidPoint(planned, Results(output).ensure_writable())]
-    return FidPlan(
-        points=points,
-        missing=find_missing(points),
-        sampler_keys=[],
-        reference=reference,
-        images=images,
-        evaluation=evaluation,
-        machine=override(Machine(compile="none", tf32=True, cpu_threads=None), cfg.machine),
-        batch_size=cfg.sampling.batch_size or 64,
-    )
+def log_plan(num_missing: int, rows: Sequence[TableRow]) -> None:
+    folders = ", ".join(dict.fromkeys(str(row.results.folder) for row in rows))
+    numbers = " and ".join(f"{n:,}" for n in sorted({row.planned.settings["num_samples"] for row in rows}))
+    log.info("%d of %d evaluations to do, of %s samples, in %s", num_missing, len(rows), numbers, folders)
 
 
 def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
@@ -192,33 +155,6 @@ def find_checkpoints(cfg: FidConfig) -> list[Checkpoint]:
     if not found:
         raise UserError(f"checkpoints={cfg.checkpoints} is not the folder of a run with checkpoints")
     return found
-
-
-def open_images_to_evaluate(cfg: FidConfig) -> ImageSet:
-    with prefix_errors("images"):
-        images = open_image_set(cfg.images, cfg.convert_to_rgb, background=cfg.evaluation.background or "white")
-    if len(images) < 2:
-        problem = "holds only one image, and a Frechet distance needs 2" if len(images) else "holds statistics but no images"
-        raise UserError(f"images={cfg.images} {problem}")
-    return images
-
-
-def check_images(images: ImageSet, path: str, evaluation: SharedEvaluationSettings) -> None:
-    """Raise UserError if images on disk were made with another background, or if there are too few."""
-    if images.background is not None and not are_same_colour(images.background, evaluation.background):
-        made = f"images={path} was made with background={images.background}"
-        raise UserError(f"{made}, but evaluation.background={evaluation.background}")
-    if evaluation.num_samples > len(images):
-        problem = f"{path} holds {len(images)} images; make more, or lower it"
-        raise UserError(f"evaluation.num_samples={evaluation.num_samples}, but {problem}")
-
-
-def warn_of_jpegs(images: ImageSet, reference: ImageSet) -> None:
-    """Warn if only one of two folders holds JPEG files."""
-    formats = [{file.suffix.lower() in (".jpg", ".jpeg") for file in getattr(s, "files", ())} for s in (images, reference)]
-    if {True} in formats and {False} in formats:
-        message = "images=%s and evaluation.reference=%s: one set is JPEG and the other is not, which changes distances"
-        log.warning(message, images.path, reference.path)
 
 
 def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Recipe]:
@@ -314,21 +250,9 @@ def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[
     return {checkpoint: opened[folder] for checkpoint, folder in folders.items()}
 
 
-def output_for_images(cfg: FidConfig, images: ImageSet) -> Path:
-    output = given_output(cfg.output) or folder_for_images(cfg.images)
-    if images.path.resolve() in (output.resolve(), *output.resolve().parents):  # otherwise, results.png would become an image
-        raise UserError(f"output={output} is inside images={cfg.images}; give a folder elsewhere")
-    return output
-
-
 def given_output(output: str | None) -> Path | None:
     """Return the folder that `output` names. It can be a link, unlike the folders that results have by default."""
     return output and (Path(output).resolve() if Path(output).is_symlink() else Path(output))
-
-
-def folder_for_images(images: str) -> Path:
-    """Return the folder for the results of images. They never lie next to the images, where a folder would become a class."""
-    return Path("runs") / "evaluations" / Path(images).resolve().name
 
 
 def results_folder(checkpoint: Checkpoint) -> Path:
@@ -352,4 +276,4 @@ def in_random_order(points: Sequence[FidPoint]) -> list[FidPoint]:
     """
     draw = random.SystemRandom().random  # no seed may give two commands the same order
     places: dict[object, float] = defaultdict(draw)
-    return sorted(points, key=lambda point: (places[point.recipe and point.recipe.weights_source], draw()))
+    return sorted(points, key=lambda point: (places[point.recipe.weights_source], draw()))

@@ -1,4 +1,4 @@
-"""Make the evaluations that `sampling.fid_plan` has planned, and write tables of their results."""
+"""Make the evaluations of checkpoints that `sampling.fid_plan` has planned, and write tables of results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from functools import partial
 
 from accelerate import Accelerator
 
+from configs.schema import SharedEvaluationSettings
 from evaluations.features import Features
-from evaluations.record import EvaluationRecord, lowest_figure
+from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
 from evaluations.suite import format_metrics, metrics_for
 from evaluations.tables import ResultsTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, build_detectors
-from sampling.fid_plan import FidPlan, FidPoint
-from sampling.score import score_images, score_samples
+from sampling.fid_plan import FidPlan, FidPoint, TableRow
+from sampling.score import score_samples
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,8 @@ def evaluate_points(plan: FidPlan, accelerator: Accelerator) -> None:
     """Evaluate the points that have no results yet. Every process must call this function."""
     if not plan.missing:
         return
-    if any(point.planned.settings["num_samples"] < 2 * NUM_GROUPS for point in plan.missing):
-        log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
-    for autoencoder in dict.fromkeys(point.recipe.config.sampling.autoencoder for point in plan.missing if point.recipe):
+    log_if_no_errors([point.planned for point in plan.missing])
+    for autoencoder in dict.fromkeys(point.recipe.config.sampling.autoencoder for point in plan.missing):
         autoencoders.find_weights(autoencoder)  # fail early, because loading the detectors takes minutes
     with ThreadPoolExecutor(1) as thread:
         runner = PointRunner(plan, accelerator, thread)
@@ -70,22 +70,15 @@ class PointRunner:
     def evaluate(self, point: FidPoint, title: str) -> None:
         """Score a point. Its record is stored while the next point is sampled."""
         plan, recipe = self.plan, point.recipe
-        image_sampler = recipe and recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
+        image_sampler = recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
         if self._evaluator is None:
             detectors = build_detectors(plan.evaluation, self.accelerator)
             cache = plan.points[0].results.reference_cache
             self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
-        if image_sampler is None:
-            scored = score_images(self._evaluator, plan.images, point.planned)
-        else:
-            scored = score_samples(self._evaluator, image_sampler, point.planned, recipe.checkpoint.class_names, name=title)
+        scored = score_samples(self._evaluator, image_sampler, point.planned, recipe.checkpoint.class_names, name=title)
         if self.accelerator.is_main_process:
-            self._storing.append(self._thread.submit(self._store, point, *scored))
-
-    def _store(self, point: FidPoint, record: EvaluationRecord, features: list[Features], labels: Sequence[int] | None) -> None:
-        errors = self._evaluator.jackknife(features, labels, NUM_GROUPS)
-        log.info("%s: %s", describe_point(point, self.plan), format_metrics(record.metrics))  # first, because writing may fail
-        point.results.add(record.model_copy(update={"jackknife": errors}))
+            described = describe_point(point, plan)
+            self._storing.append(self._thread.submit(store_scored, self._evaluator, point.results, described, *scored))
 
     def finish(self) -> None:
         """Wait until all results are stored. The main process calls this method."""
@@ -95,21 +88,38 @@ class PointRunner:
 
 def describe_point(point: FidPoint, plan: FidPlan) -> str:
     """Return the settings in which a point differs from the others."""
-    if point.recipe is None:
-        return format_settings({"images": plan.images.path})
     differing = {key: x for key, x in plan.columns(point).items() if key in plan.differing_columns}
     return format_settings({"step": point.planned.step, **differing})
 
 
-def write_results(plan: FidPlan) -> float | None:
-    """Write the tables and plots of all points, and print a table. The main process calls this function.
+def log_if_no_errors(planned: Sequence[PlannedEvaluation]) -> None:
+    """Log that evaluations of few samples have no standard errors."""
+    if any(evaluation.settings["num_samples"] < 2 * NUM_GROUPS for evaluation in planned):
+        log.info("no standard errors: they need at least %d samples", 2 * NUM_GROUPS)
+
+
+def store_scored(
+    evaluator: Evaluator,
+    results: Results,
+    described: str,
+    record: EvaluationRecord,
+    features: list[Features],
+    labels: Sequence[int] | None,
+) -> None:
+    """Compute the standard errors of scored images, log the figures, and add the record to the results."""
+    errors = evaluator.jackknife(features, labels, NUM_GROUPS)
+    log.info("%s: %s", described, format_metrics(record.metrics))  # first, because writing may fail
+    results.add(record.model_copy(update={"jackknife": errors}))
+
+
+def write_results(rows: Sequence[TableRow], evaluation: SharedEvaluationSettings) -> float | None:
+    """Write the tables and plots of a command's evaluations, and print a table. The main process calls this function.
 
     Return the lowest value of the first metric, which sweepers minimise.
     """
-    metric = metrics_for(plan.evaluation.all_detectors[0])[0].name
-    for results in plan.all_results:
-        points = [point for point in plan.points if point.results is results]
-        write_tables(results, [(point.planned, plan.columns(point)) for point in points], metric)
-    found = [(record, plan.columns(point)) for point in plan.points if (record := point.find())]
+    metric = metrics_for(evaluation.all_detectors[0])[0].name
+    for results in dict.fromkeys(row.results for row in rows):
+        write_tables(results, [(row.planned, row.columns) for row in rows if row.results is results], metric)
+    found = [(record, row.columns) for row in rows if (record := row.results.find(row.planned))]
     sys.stdout.write(ResultsTable(*zip(*found), metric).terminal() if found else "")
     return lowest_figure((record for record, _ in found), metric)

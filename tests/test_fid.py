@@ -31,7 +31,7 @@ from evaluations.suite import metrics_for
 from evaluations.tables import ResultsTable, columns_of, differ_significantly, write_tables
 from extras.report.runs import read_runs
 from latents import autoencoders
-from sampling import fid_plan, fid_run
+from sampling import fid_images, fid_plan, fid_run
 from sampling.evaluator import hash_weights, open_reference
 from sampling.sampler import ImageSampler
 from training.trainer import Trainer
@@ -630,7 +630,7 @@ def test_a_checkpoint_that_training_removes_is_left_out_of_a_sweep_and_ends_a_co
 
 def test_by_default_results_go_to_the_run_or_below_runs_and_never_to_images_or_source_files(fid, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    assert fid_plan.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
+    assert fid_images.folder_for_images(str(tmp_path / "samples.npz")) == Path("runs") / "evaluations" / "samples.npz"
     for i in range(2):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     monkeypatch.chdir(tmp_path)
