@@ -245,6 +245,13 @@ class Evaluator:
         return compute_on_all_processes(self.accelerator, len(items), compute)
 
 
+def build_evaluator(
+    settings: schema.SharedEvaluationSettings, accelerator: Accelerator, reference: ImageSet, batch_size: int, cache: Path
+) -> Evaluator:
+    """Build the evaluator with the configured detectors. See `Evaluator` for the arguments."""
+    return Evaluator(accelerator, build_detectors(settings, accelerator), reference, batch_size, cache)
+
+
 def compute_on_all_processes(
     accelerator: Accelerator, count: int, compute: Callable[[int, int], list[Features]]
 ) -> list[Features]:

@@ -22,7 +22,7 @@ from evaluations.suite import metrics_for
 from evaluations.tables import columns_of, format_settings
 from latents.image_sets import open_image_set
 from runtime.processes import FileFingerprint, on_main
-from sampling.evaluator import Evaluator, build_detectors, fingerprint_weights, open_reference
+from sampling.evaluator import build_evaluator, fingerprint_weights, open_reference
 from sampling.fid_plan import TableRow, given_output, log_plan
 from sampling.fid_run import log_if_no_errors, store_scored
 from sampling.score import score_images, scoring_settings
@@ -143,7 +143,7 @@ def evaluate_images(plan: ImagesPlan, accelerator: Accelerator) -> None:
     if not on_main(plan.is_missing):
         return
     log_if_no_errors([plan.planned])
-    detectors = build_detectors(plan.evaluation, accelerator)
-    evaluator = Evaluator(accelerator, detectors, plan.reference, plan.batch_size, plan.results.reference_cache)
+    cache = plan.results.reference_cache
+    evaluator = build_evaluator(plan.evaluation, accelerator, plan.reference, plan.batch_size, cache)
     scored = score_images(evaluator, plan.images, plan.planned)
     on_main(partial(store_scored, evaluator, plan.results, format_settings({"images": plan.images.path}), *scored))

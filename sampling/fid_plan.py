@@ -55,10 +55,6 @@ class FidPoint:
     results: Results
     recipe: Recipe
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self.recipe.checkpoint
-
     def find(self) -> EvaluationRecord | None:
         """Return the point's record, or None if it is still to do."""
         return self.results.find(self.planned)

@@ -17,7 +17,7 @@ from evaluations.suite import format_metrics, metrics_for
 from evaluations.tables import ResultsTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
-from sampling.evaluator import Evaluator, build_detectors
+from sampling.evaluator import Evaluator, build_evaluator
 from sampling.fid_plan import FidPlan, FidPoint, TableRow
 from sampling.score import score_samples
 
@@ -50,7 +50,7 @@ class PointRunner:
 
     def __init__(self, plan: FidPlan, accelerator: Accelerator, thread: ThreadPoolExecutor):
         self.plan, self.accelerator, self._thread = plan, accelerator, thread
-        self.has_several = len({point.checkpoint for point in plan.points}) > 1
+        self.has_several = len({point.recipe.checkpoint for point in plan.points}) > 1
         self._storing: list[Future] = []  # filled only on the main process
         self._evaluator: Evaluator | None = None  # built by the first point, after its network is loaded
 
@@ -62,8 +62,8 @@ class PointRunner:
         if point.find():
             log.info("%s: another command has stored this point", describe_point(point, self.plan))
             return False
-        if self.has_several and not point.checkpoint.path.exists():
-            log.warning("%s was removed meanwhile; this point is left out", point.checkpoint.path)
+        if self.has_several and not point.recipe.checkpoint.path.exists():
+            log.warning("%s was removed meanwhile; this point is left out", point.recipe.checkpoint.path)
             return False
         return True
 
@@ -72,9 +72,8 @@ class PointRunner:
         plan, recipe = self.plan, point.recipe
         image_sampler = recipe.load_image_sampler(self.accelerator.device, plan.machine.compile)
         if self._evaluator is None:
-            detectors = build_detectors(plan.evaluation, self.accelerator)
             cache = plan.points[0].results.reference_cache
-            self._evaluator = Evaluator(self.accelerator, detectors, plan.reference, plan.batch_size, cache)
+            self._evaluator = build_evaluator(plan.evaluation, self.accelerator, plan.reference, plan.batch_size, cache)
         scored = score_samples(self._evaluator, image_sampler, point.planned, recipe.checkpoint.class_names, name=title)
         if self.accelerator.is_main_process:
             described = describe_point(point, plan)

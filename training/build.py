@@ -11,7 +11,7 @@ from configs import schema
 from latents import autoencoders
 from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
-from sampling.evaluator import Evaluator, build_detectors
+from sampling.evaluator import build_evaluator
 from sampling.recipe import compile_mode_for
 from training import hooks
 from training.ema import EMA
@@ -65,8 +65,8 @@ def build_sampling_hooks(
         image_sampler = plan.grid_recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
         active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, image_sampler))
     if plan.evaluation_recipes:
-        detectors = build_detectors(cfg.evaluation, accelerator)
-        evaluator = Evaluator(accelerator, detectors, plan.reference, cfg.sampling.batch_size, run.results.reference_cache)
+        cache = run.results.reference_cache
+        evaluator = build_evaluator(cfg.evaluation, accelerator, plan.reference, cfg.sampling.batch_size, cache)
         for recipe in plan.evaluation_recipes:
             image_sampler = recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
             every, scoring = cfg.evaluation.every, plan.scoring
