@@ -76,8 +76,9 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
 
 
 def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
-    config = RecipeConfig.in_training(cfg, cfg.guidance[-1])
-    return Recipe.build(config, find_weak=find_weak) if cfg.sample_grid.every else None
+    if not cfg.sample_grid.every:
+        return None
+    return Recipe.build(RecipeConfig.in_training(cfg, cfg.guidance[-1]), find_weak=find_weak)
 
 
 def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recipe]:
