@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field, create_model
 
 from common.errors import UserError
 from common.interfaces import Sampler
-from common.roles import ChangesNothing
 from common.types import AutoencoderSpec, PositiveInt, Text
 from configs.schema import (
     CheckpointPath,
@@ -63,37 +62,19 @@ Numbers = Annotated[list[int], BeforeValidator(parse_numbers)]
 Classes = Annotated[list[int | str], Field(min_length=1), BeforeValidator(list_entries)]
 
 
-class RecipeSampling(Sampling):
-    """The group sampling of a recipe. `ema_length` is None for weights that a checkpoint stores."""
-
-    autoencoder: AutoencoderSpec
-    weights: Weights = "ema"
-    ema_length: EMALength | None = None
-
-
-class RecipeConfig(TrainConfig):
-    """The configuration of a run, with the values to sample with. Its group guidance lists one guidance."""
-
-    sampling: ChangesNothing[RecipeSampling]
-
-    @classmethod
-    def in_training(cls, run: TrainConfig, guidance: GuidanceSettings) -> RecipeConfig:
-        """Return the configuration with which a run samples during training: with the weights of the EMA."""
-        sampling = RecipeSampling.model_construct(**dict(run.sampling))  # its values are validated already
-        return cls.model_construct(**dict(run) | {"sampling": sampling, "guidance": [guidance]})
+def or_none(name: str, settings_class: type[Settings], **further: object) -> type[Settings]:
+    """Return a class `name` with the keys of another one and `further` keys, given by their types. All may be None."""
+    hints = get_type_hints(settings_class, include_extras=True)
+    types = {key: hints[key] for key in settings_class.model_fields} | further
+    return create_model(name, __base__=Settings, **{key: (kind | None, ...) for key, kind in types.items()})
 
 
-def or_none(name: str, settings_class: type[Settings], **types: object) -> type[Settings]:
-    """Return a class `name` with the keys of another one, which may all be None. `types` replaces the types of some keys."""
-    hints = get_type_hints(settings_class, include_extras=True) | types
-    return create_model(name, __base__=Settings, **{key: (hints[key] | None, ...) for key in settings_class.model_fields})
-
-
-# The keys of groups that train.py has, too. None stands for the run's value. fid.py may list several values of two keys.
+# The keys of groups that train.py has, too, where None stands for the run's value. Two keys of sampling choose the weights. For
+# these, fid.py may list several values.
 MachineOverrides = or_none("MachineOverrides", Machine)
 EvaluationOverrides = or_none("EvaluationOverrides", SharedEvaluationSettings)
-SamplingOverrides = or_none("SamplingOverrides", RecipeSampling)
-SamplingSweep = or_none("SamplingSweep", RecipeSampling, weights=OneOrMany[Weights], ema_length=OneOrMany[EMALength])
+SamplingOverrides = or_none("SamplingOverrides", Sampling, weights=Weights, ema_length=EMALength)
+SamplingSweep = or_none("SamplingSweep", Sampling, weights=OneOrMany[Weights], ema_length=OneOrMany[EMALength])
 
 
 class Overrides(Settings):
@@ -104,7 +85,7 @@ class Overrides(Settings):
     guidance: GuidanceSettings | None = None
     machine: MachineOverrides
 
-    def complete(self, run: TrainConfig, step: int, evaluation: EvaluationOverrides | None = None) -> RecipeConfig:
+    def complete(self, run: TrainConfig, step: int, evaluation: EvaluationOverrides | None = None) -> TrainConfig:
         """Return the configuration of a run with the chosen values. This is where a key that is None gets the run's value.
 
         Args:
@@ -113,14 +94,13 @@ class Overrides(Settings):
 
         Raises UserError if the sampler of the run's diffusion does not accept the chosen settings.
         """
-        usual = RecipeConfig.in_training(run, self.guidance or run.guidance[-1])
         values = {
             "sampler": sampler_of_run(run, self.sampler),
-            "sampling": override(usual.sampling, self.sampling),
+            "sampling": override(run.sampling, self.sampling),
             "evaluation": evaluation_of_run(run, step, evaluation),
-            "machine": override(usual.machine, self.machine),
+            "machine": override(run.machine, self.machine),
         }
-        return usual.model_copy(update=values)
+        return run.model_copy(update=values)
 
 
 class SampleConfig(Overrides):
@@ -170,7 +150,7 @@ class FidConfig(Settings):
         """Return the group evaluation for `number` images on disk, with the background that they state."""
         nothing = dict.fromkeys(SharedEvaluationSettings.model_fields)
         usual = {"num_samples": number, "first_seed": 0, "detector": "inception", "background": background or "white"}
-        return override(SharedEvaluationSettings.model_construct(**nothing | usual), self.evaluation)
+        return override(SharedEvaluationSettings(**nothing | usual), self.evaluation)
 
     def keys_of_sampling(self) -> list[str]:
         """Return the keys that are set and have no effect on images on disk."""

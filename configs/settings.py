@@ -45,8 +45,9 @@ def fill_missing(settings: S, values: Mapping[str, object]) -> S:
 
 
 def override(settings: S, given: Settings | None) -> S:
-    """Return settings with the value in `given` for every key that is not None there. These values are validated already."""
-    return settings.model_copy(update={key: value for key, value in given or () if value is not None})
+    """Return settings with the value in `given` for every key of theirs that is not None there. These values are validated."""
+    chosen = {key: value for key, value in given or () if value is not None and key in type(settings).model_fields}
+    return settings.model_copy(update=chosen)
 
 
 def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] = MappingProxyType({})) -> M:

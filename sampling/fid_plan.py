@@ -170,8 +170,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
             combination = chosen.model_dump_json()
             num_tried[combination] += 1
             try:
-                config = chosen.complete(checkpoint.config, checkpoint.step, cfg.evaluation)
-                recipes.append(Recipe.build(config, checkpoint, find_weak))
+                recipes.append(Recipe.for_checkpoint(checkpoint, chosen, cfg.evaluation, find_weak))
             except UserError as e:
                 refused[combination].append(e)
                 is_unreadable = isinstance(e.__cause__, OSError)  # the file may be intact

@@ -17,9 +17,9 @@ from checkpoints.checkpoint import Checkpoint, resolve_checkpoint
 from checkpoints.load import load_network
 from common.errors import UserError
 from common.interfaces import WeightAverage
-from configs import schema
 from configs.differences import differences_by_role
-from configs.sampling_schema import RecipeConfig
+from configs.sampling_schema import EvaluationOverrides, Overrides
+from configs.schema import GuidanceSettings, TrainConfig, Weights
 from dit import DiT
 from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
@@ -43,42 +43,63 @@ class Recipe:
     """Settings that determine an image.
 
     Attributes:
-        config: Configuration of the run that trains the network, with the values to sample with. If its guidance has a
-            `checkpoint`, it is the folder of `weak`.
-        checkpoint: Checkpoint of the network, or None for a network in training.
+        config: Configuration of the run that trains the network, with the values to sample with.
+        guidance: Its guidance. The configuration may list several. If it has a `checkpoint`, this is the folder of `weak`.
         weak: Checkpoint of the guidance method's weak network, or None if the method uses no second network.
+        checkpoint: Checkpoint of the network, or None for a network in training.
+        weights: The weights of the network.
         average: Average (sampling.ema_length) that is loaded instead of the checkpoint's weights, or None.
         autoencoder_hash: Hash of the autoencoder's files if they are local, because somebody can replace them.
     """
 
-    config: RecipeConfig
-    checkpoint: Checkpoint | None = None
+    config: TrainConfig
+    guidance: GuidanceSettings
     weak: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
+    weights: Weights = "ema"
     average: WeightAverage | None = None
     autoencoder_hash: str | None = None
 
     def __post_init__(self):
-        check_guidance(self.config, self.weak)
+        check_guidance(self.config, self.guidance, self.weak)
 
     @classmethod
     def build(
-        cls, config: RecipeConfig, checkpoint: Checkpoint | None = None, find_weak: FindWeak = find_weak_checkpoint
+        cls,
+        config: TrainConfig,
+        guidance: GuidanceSettings,
+        checkpoint: Checkpoint | None = None,
+        weights: Weights = "ema",
+        average: WeightAverage | None = None,
+        find_weak: FindWeak = find_weak_checkpoint,
     ) -> Recipe:
-        """Build the recipe for a checkpoint, or for a network in training, and find all files that it needs.
+        """Build a recipe, and find the other files that it needs.
 
-        Raises UserError if the run's network or checkpoint does not support a setting, or if some settings are incompatible.
+        Raises UserError if the run's network does not support a setting, or if some settings are incompatible.
         """
-        sampling, average = config.sampling, None
-        if checkpoint and sampling.ema_length is not None:
+        guidance, weak = resolve_guidance(config, guidance, find_weak)
+        autoencoder_hash = autoencoders.hash_local_files(config.sampling.autoencoder)
+        return cls(config, guidance, weak, checkpoint, weights, average, autoencoder_hash)
+
+    @classmethod
+    def for_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        chosen: Overrides,
+        evaluation: EvaluationOverrides | None = None,
+        find_weak: FindWeak = find_weak_checkpoint,
+    ) -> Recipe:
+        """Build the recipe of a command for a checkpoint, with what the command chooses.
+
+        Raises UserError as `build` does, or if the checkpoint has no such average.
+        """
+        config = chosen.complete(checkpoint.config, checkpoint.step, evaluation)
+        weights, length, average = chosen.sampling.weights or "ema", chosen.sampling.ema_length, None
+        if length is not None:
             from extras import posthoc_ema  # imported only for sampling.ema_length
 
-            average = posthoc_ema.find_average(checkpoint, sampling.weights, sampling.ema_length)
-        config, weak = resolve_guidance(config, find_weak)
-        return cls(config, checkpoint, weak, average, autoencoders.hash_local_files(sampling.autoencoder))
-
-    @property
-    def guidance(self) -> schema.GuidanceSettings:
-        return self.config.guidance[0]
+            average = posthoc_ema.find_average(checkpoint, weights, length)
+        return cls.build(config, chosen.guidance or config.guidance[-1], checkpoint, weights, average, find_weak)
 
     def result_settings(self) -> dict:
         """Return what samples depend on besides the checkpoint, by the names in results.
@@ -88,7 +109,7 @@ class Recipe:
         """
         sampling = self.config.sampling
         settings = {
-            "weights": sampling.weights,
+            "weights": self.weights,
             **guidance_for_results(self.guidance),
             **sampler_for_results(self.config.sampler),
             "ema_length": self.average and self.average.length,
@@ -105,7 +126,7 @@ class Recipe:
     @property
     def weights_source(self) -> tuple[Checkpoint | None, str | WeightAverage]:
         """Return the checkpoint and the weights of its network, or no checkpoint in training."""
-        return self.checkpoint, self.average or self.config.sampling.weights
+        return self.checkpoint, self.average or self.weights
 
     def load_image_sampler(self, device: torch.device, compile_mode: str) -> ImageSampler:
         """Load the checkpoint's network and build its sampler."""
@@ -152,50 +173,50 @@ def compile_mode_for(recipes: Iterable[Recipe], mode: str) -> str:
     return "none" if any(getattr(recipe.guidance, "has_moving_ratios", False) for recipe in recipes) else mode
 
 
-def route_noise_shape(config: schema.TrainConfig) -> tuple[int, int]:
+def route_noise_shape(config: TrainConfig) -> tuple[int, int]:
     """Return the number of routes and the number of tokens of a run's network."""
     return len(config.model.routes), config.num_tokens
 
 
-def build_guidance(settings: schema.GuidanceSettings) -> Guidance:
+def build_guidance(settings: GuidanceSettings) -> Guidance:
     """Build the guidance function from its settings. `GuidanceInputs` contains the weak network."""
     return partial(GUIDANCES[settings.name], **settings.model_dump(exclude={"name", "checkpoint", "weights"}))
 
 
-def check_guidance(config: RecipeConfig, weak: Checkpoint | None = None) -> None:
-    """Check the guidance settings against the run that trains the network, and against the noise levels of the sampler.
+def check_guidance(config: TrainConfig, guidance: GuidanceSettings, weak: Checkpoint | None = None) -> None:
+    """Check guidance settings against the run that trains the network, and against the noise levels of the sampler.
 
     Raises:
         UserError: The settings contradict each other, require a null class or path-drop that training did not use, or guide more
             channels than the latents have. Also raised if the interval exceeds the highest noise level or has no noise level.
     """
-    check_null_class(config)
-    check_path_drop(config)
-    check_channels(config)
-    check_method(config, weak)
-    check_interval(config)
+    check_null_class(config, guidance)
+    check_path_drop(config, guidance)
+    check_channels(config, guidance)
+    check_method(config, guidance, weak)
+    check_interval(config, guidance)
 
 
-def check_null_class(config: RecipeConfig) -> None:
-    scale = getattr(config.guidance[0], "cfg_scale", 1.0)
+def check_null_class(config: TrainConfig, guidance: GuidanceSettings) -> None:
+    scale = getattr(guidance, "cfg_scale", 1.0)
     if scale != 1 and config.model.class_dropout == 0:
         raise UserError(f"guidance.cfg_scale={scale:g} needs the null class, and the run was trained with model.class_dropout=0")
 
 
-def check_path_drop(config: RecipeConfig) -> None:
+def check_path_drop(config: TrainConfig, guidance: GuidanceSettings) -> None:
     path_drop = getattr(config.model, "path_drop", 0)
-    if config.guidance[0].name == "path_drop" and not path_drop:
+    if guidance.name == "path_drop" and not path_drop:
         reason = f"{config.name} has model={config.model.name} and model.path_drop={path_drop:g}"
         raise UserError(f"guidance=path_drop needs a network of model=sprint and model.path_drop above 0, but the run {reason}")
 
 
-def check_channels(config: RecipeConfig) -> None:
-    channels = getattr(config.guidance[0], "channels", None) or 0
+def check_channels(config: TrainConfig, guidance: GuidanceSettings) -> None:
+    channels = getattr(guidance, "channels", None) or 0
     if channels > config.data.in_channels:
         raise UserError(f"guidance.channels={channels}, but the latents have {config.data.in_channels} channels")
 
 
-def check_method(config: RecipeConfig, weak: Checkpoint | None) -> None:
+def check_method(config: TrainConfig, guidance: GuidanceSettings, weak: Checkpoint | None) -> None:
     """Let the guidance method check its settings, which it does when it builds its denoiser. No network is called."""
     inputs = GuidanceInputs(
         denoise=_network_to_load,
@@ -206,7 +227,7 @@ def check_method(config: RecipeConfig, weak: Checkpoint | None) -> None:
         levels=config.sampler.evaluated_levels(),
     )
     try:
-        build_guidance(config.guidance[0])(inputs)
+        build_guidance(guidance)(inputs)
     except ValueError as e:
         raise UserError(f"guidance: {e}") from e
 
@@ -215,10 +236,10 @@ def _network_to_load(*inputs: torch.Tensor, **routing: object) -> torch.Tensor:
     raise NotImplementedError("this stands for a network that is not loaded yet")
 
 
-def check_interval(config: RecipeConfig) -> None:
+def check_interval(config: TrainConfig, guidance: GuidanceSettings) -> None:
     """Check that bounds leave guidance on at a noise level of the sampler, and that none exceeds the highest level."""
-    settings, levels = config.guidance[0], config.sampler.evaluated_levels()
-    low, high = getattr(settings, "level_lo", None), getattr(settings, "level_hi", None)
+    levels = config.sampler.evaluated_levels()
+    low, high = getattr(guidance, "level_lo", None), getattr(guidance, "level_hi", None)
     if low is None and high is None:
         return
     low = low or 0.0
@@ -231,18 +252,18 @@ def check_interval(config: RecipeConfig) -> None:
         )
 
 
-def resolve_guidance(config: RecipeConfig, find_weak: FindWeak) -> tuple[RecipeConfig, Checkpoint | None]:
-    """Find the checkpoint of the guidance method's weak network. Return the configuration with its folder, and the checkpoint.
+def resolve_guidance(
+    config: TrainConfig, guidance: GuidanceSettings, find_weak: FindWeak
+) -> tuple[GuidanceSettings, Checkpoint | None]:
+    """Find the checkpoint of the guidance method's weak network. Return the settings with its folder, and the checkpoint.
 
-    A method without a second network has none, and the configuration stays as it is. Raises UserError if no checkpoint is found,
-    or if its network was trained for other latents, classes or noise levels.
+    A method without a second network has none, and the settings stay as they are. Raises UserError if no checkpoint is found, or
+    if its network was trained for other latents, classes or noise levels.
     """
-    settings = config.guidance[0]
-    if getattr(settings, "checkpoint", None) is None:
-        return config, None
-    weak = find_weak(settings.checkpoint, settings.weights)
+    if getattr(guidance, "checkpoint", None) is None:
+        return guidance, None
+    weak = find_weak(guidance.checkpoint, guidance.weights)
     if changed := differences_by_role("guidance", "refuses", weak.config, config):
         problem = f"was trained for other latents, classes or noise levels than the run: {'; '.join(map(str, changed))}"
-        raise UserError(f"guidance.checkpoint={settings.checkpoint} {problem}")
-    found = settings.model_copy(update={"checkpoint": str(weak.path)})
-    return config.model_copy(update={"guidance": [found]}), weak
+        raise UserError(f"guidance.checkpoint={guidance.checkpoint} {problem}")
+    return guidance.model_copy(update={"checkpoint": str(weak.path)}), weak

@@ -76,9 +76,9 @@ def plan_images(cfg: SampleConfig, device: torch.device, stack: contextlib.ExitS
     files = store.files_for_sampling([cfg.sampling.weights or "ema"], cfg.sampling.ema_length is not None)
     checkpoint = resolve_checkpoint(Path(cfg.checkpoint), "checkpoint", files)
     names = checkpoint.class_names
-    config = cfg.complete(checkpoint.config, checkpoint.step)
+    recipe = Recipe.for_checkpoint(checkpoint, cfg)
+    config = recipe.config
     check_compile_mode(config.machine.compile, device)
-    recipe = Recipe.build(config, checkpoint)
     classes = cfg.classes and class_numbers(cfg.classes, names, config.data.path)
     labels = choose_labels(choose_seeds(cfg), classes, config.sampling.labels, config.data.num_classes)
     settings = settings_of_images(classes, recipe)
@@ -175,8 +175,8 @@ def settings_of_images(classes: list[int] | None, recipe: Recipe) -> ImageSettin
     sampling = recipe.config.sampling
     return ImageSettings(
         checkpoint=recipe.checkpoint.hash + (recipe.average.hash if recipe.average else ""),
-        weights=sampling.weights,
-        ema_length=sampling.ema_length,
+        weights=recipe.weights,
+        ema_length=recipe.average and recipe.average.length,
         labels=None if classes else sampling.labels,
         classes=classes,
         autoencoder=sampling.autoencoder,

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
 from configs.differences import differences_by_role
-from configs.sampling_schema import RecipeConfig, parse_numbers, sampler_of_run
+from configs.sampling_schema import parse_numbers, sampler_of_run
 from configs.settings import Settings, flatten, read_stored
 from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
@@ -60,7 +60,7 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
     }
     cfg = checked([f"guidance={name}", f"diffusion={diffusion}", *to_be_set.get(name, [])])
     weak = Checkpoint(Path("runs/other"), "", 1, cfg, {}) if name == "autoguidance" else None
-    recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]), weak)
+    recipe.check_guidance(cfg, cfg.guidance[0], weak)
 
     def estimate(x, level, y, **routing):
         return x
@@ -86,13 +86,13 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
 def test_guidance_that_does_not_fit_the_run_is_refused(overrides, words):
     cfg = checked(["guidance=interval", *overrides] if "guidance=sparse" not in overrides else overrides)
     with pytest.raises(UserError, match=words):
-        recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]))
+        recipe.check_guidance(cfg, cfg.guidance[0])
 
 
 def test_an_interval_may_end_at_the_first_noise_level():
     for diffusion, top in (("edm", 80), ("sit", 1)):
         cfg = checked([f"diffusion={diffusion}", "guidance=interval", "guidance.level_lo=0", f"guidance.level_hi={top}"])
-        recipe.check_guidance(RecipeConfig.in_training(cfg, cfg.guidance[0]))
+        recipe.check_guidance(cfg, cfg.guidance[0])
 
 
 def test_without_bounds_guidance_may_have_the_noise_level_0_alone():
@@ -100,10 +100,10 @@ def test_without_bounds_guidance_may_have_the_noise_level_0_alone():
     one_step = run.model_copy(update={"sampler": AncestralSampler(num_steps=1)})
     for name in ("none", "cfg"):
         for cfg in (one_step, run):
-            recipe.check_interval(RecipeConfig.in_training(cfg, checked([f"guidance={name}"]).guidance[0]))
+            recipe.check_interval(cfg, checked([f"guidance={name}"]).guidance[0])
     bounded = checked(["guidance=interval", "guidance.level_lo=0", "guidance.level_hi=1"]).guidance[0]
     with pytest.raises(UserError, match="level_lo=0.0 to guidance.level_hi=1.0 does not fit the 1 noise levels .* 0 to 0"):
-        recipe.check_interval(RecipeConfig.in_training(one_step, bounded))
+        recipe.check_interval(one_step, bounded)
 
 
 def test_the_sampler_takes_its_own_settings_and_no_others():
@@ -126,9 +126,10 @@ def test_the_sampler_takes_its_own_settings_and_no_others():
             sampler(run, override)
 
 
-def completed(command, run, step):
-    """Complete every combination of a fid.py command for a checkpoint of the run."""
-    return [chosen.complete(run, step, command.evaluation) for chosen in command.choices(run)]
+def recipes_for(command, run, step):
+    """Build the recipe of every combination of a fid.py command for a checkpoint of the run."""
+    checkpoint = Checkpoint(Path("a"), "hash", step, run, {})
+    return [recipe.Recipe.for_checkpoint(checkpoint, chosen, command.evaluation) for chosen in command.choices(run)]
 
 
 def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
@@ -143,19 +144,20 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
         ]
     )
     last = run.train.num_steps
-    given, checkpoint = checked(["checkpoint=a"], "fid"), Checkpoint(Path("a"), "hash", last, run, {})
-    (unguided, guided) = (recipe.Recipe.build(config, checkpoint) for config in completed(given, run, last))
+    given = checked(["checkpoint=a"], "fid")
+    (unguided, guided) = recipes_for(given, run, last)
     assert [one.guidance for one in (unguided, guided)] == run.guidance
     assert unguided.config.sampler == run.sampler and unguided.config.machine == run.machine
-    assert unguided.config.sampling.model_dump() == run.sampling.model_dump() | {"weights": "ema", "ema_length": None}
-    in_training = recipe.Recipe.build(RecipeConfig.in_training(run, run.guidance[0]))
+    assert unguided.config.sampling == run.sampling and (unguided.weights, unguided.average) == ("ema", None)
+    in_training = recipe.Recipe.build(run, run.guidance[0])
     assert unguided.result_settings() == in_training.result_settings()
     assert unguided.config == in_training.config.model_copy(update={"evaluation": unguided.config.evaluation})
     assert unguided.config.evaluation.model_dump() == run.evaluation.model_dump() | {"num_samples": 500}
-    assert completed(given, run, last - 1)[0].evaluation == run.evaluation
-    image = checked(["checkpoint=a"], "sample").complete(run, last)
-    assert image.guidance == run.guidance[-1:] and image.machine == run.machine.model_copy(update={"compile": "none"})
-    assert (image.sampler, image.sampling) == (unguided.config.sampler, unguided.config.sampling)
+    assert recipes_for(given, run, last - 1)[0].config.evaluation == run.evaluation
+    image = recipe.Recipe.for_checkpoint(unguided.checkpoint, checked(["checkpoint=a"], "sample"))
+    assert image.guidance == guided.guidance
+    assert image.config.machine == run.machine.model_copy(update={"compile": "none"})
+    assert (image.config.sampler, image.config.sampling) == (unguided.config.sampler, unguided.config.sampling)
 
     keys = [
         "guidance=cfg",
@@ -167,15 +169,14 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     other = checked(["checkpoint=a", *keys, "sampling.weights=[ema,raw]"], "fid")
     own_detector = ["evaluation.detector=small-x", "evaluation.detector_weights=x.safetensors"]
     run = checked([*own_detector, "sampling.labels=balanced", "sampling.autoencoder=identity"])
-    checkpoint = Checkpoint(Path("a"), "hash", 1, run, {})
-    ema, raw = (recipe.Recipe.build(config, checkpoint).config for config in completed(other, run, 1))
-    assert (ema.sampling.weights, raw.sampling.weights) == ("ema", "raw") and ema.sampling.labels == "random"
-    assert ema.evaluation.num_samples == 7 and ema.evaluation.detector_weights is None
-    assert ema.machine.tf32
-    same, *_ = completed(checked(["checkpoint=a"], "fid"), run, 1)
-    assert same.evaluation.detector_weights == "x.safetensors"
-    own, *_ = completed(checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid"), run, 1)
-    assert (own.evaluation.detector_weights, own.evaluation.background) == ("x.safetensors", "white")
+    ema, raw = recipes_for(other, run, 1)
+    assert (ema.weights, raw.weights) == ("ema", "raw") and ema.config.sampling.labels == "random"
+    assert ema.config.evaluation.num_samples == 7 and ema.config.evaluation.detector_weights is None
+    assert ema.config.machine.tf32
+    same, *_ = recipes_for(checked(["checkpoint=a"], "fid"), run, 1)
+    assert same.config.evaluation.detector_weights == "x.safetensors"
+    own, *_ = recipes_for(checked(["checkpoint=a", "evaluation.detector=[small-x,dinov2]"], "fid"), run, 1)
+    assert (own.config.evaluation.detector_weights, own.config.evaluation.background) == ("x.safetensors", "white")
 
 
 @pytest.mark.parametrize(
@@ -195,12 +196,12 @@ def test_a_key_that_a_command_leaves_open_has_the_value_of_the_run():
     ],
 )
 def test_the_weights_of_the_runs_detector_are_loaded_by_no_other_detector(of_run, of_command, is_kept):
-    run = checked([f"evaluation.detector={of_run}", "evaluation.detector_weights=a"])
+    run = checked([f"evaluation.detector={of_run}", "evaluation.detector_weights=a", "sampling.autoencoder=identity"])
     detector = [f"evaluation.detector={of_command}"] if of_command else []
-    config, *_ = completed(checked(["checkpoint=a", *detector], "fid"), run, 1)
-    assert config.evaluation.detector_weights == ("a" if is_kept else None)
-    given, *_ = completed(checked(["checkpoint=a", *detector, "evaluation.detector_weights=b"], "fid"), run, 1)
-    assert given.evaluation.detector_weights == "b"
+    kept, *_ = recipes_for(checked(["checkpoint=a", *detector], "fid"), run, 1)
+    assert kept.config.evaluation.detector_weights == ("a" if is_kept else None)
+    given, *_ = recipes_for(checked(["checkpoint=a", *detector, "evaluation.detector_weights=b"], "fid"), run, 1)
+    assert given.config.evaluation.detector_weights == "b"
 
 
 def test_the_defaults_are_the_papers_except_for_the_digits():

@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from cli.compose import compose_overrides
 from cli.hydra_setup import row_names
 from common.errors import UserError
-from configs.sampling_schema import RecipeConfig
 from extras.report.rows import served_rows
 from sampling.recipe import check_guidance
 
@@ -139,7 +138,7 @@ def test_the_row_of_sparse_guidance_is_sampled_as_published_and_its_commands_com
     flops, fid = (checked(["checkpoint=x", *words.split()], "fid").guidance[0] for words in by_guidance)
     assert (flops.r_strong, flops.r_weak, flops.has_moving_ratios, flops.checkpoint) == (0.5, 0.9, False, None)
     assert (fid.r_strong, fid.r_strong_last, fid.r_weak, fid.r_weak_last) == (0.0, 0.6, 0.6, 0.0)
-    check_guidance(RecipeConfig.in_training(cfg, flops))
+    check_guidance(cfg, flops)
     earlier = compose_experiment("sparse_guidance_sit_xl2_tread_160").experiment
     assert [figures["fid"] for figures in earlier["paper_by_guidance"].values()] == [2.07]
     assert earlier["paper_guided"]["fid"] == 2.95

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 
 from checkpoints.run import RunFolder
-from configs.sampling_schema import RecipeConfig
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from latents.dataset import LatentDataset
@@ -78,7 +77,7 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
 def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
     if not cfg.sample_grid.every:
         return None
-    return Recipe.build(RecipeConfig.in_training(cfg, cfg.guidance[-1]), find_weak=find_weak)
+    return Recipe.build(cfg, cfg.guidance[-1], find_weak=find_weak)
 
 
 def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recipe]:
@@ -88,7 +87,7 @@ def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recip
         return []
     recipes: list[Recipe] = []
     for guidance in cfg.guidance:
-        recipe = Recipe.build(RecipeConfig.in_training(cfg, guidance), find_weak=find_weak)
+        recipe = Recipe.build(cfg, guidance, find_weak=find_weak)
         # For example, intervals have no effect at cfg_scale=1.
         if all(recipe.result_settings() != other.result_settings() for other in recipes):
             recipes.append(recipe)
