@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import UserError, as_user_error
+from common.errors import Unreadable, UserError, as_user_error
 from common.files import (
     FORMAT,
     describe_write_error,
@@ -191,13 +191,13 @@ def verify(folder: Path, files: Collection[str] | None = None) -> None:
     Raises:
         Damaged: A file is missing, truncated or altered, or the folder name does not match the step.
         Removed: A running trainer has removed the checkpoint meanwhile.
-        UserError: The disk cannot be read. The checkpoint may still be intact.
+        Unreadable: The disk cannot be read. The checkpoint may still be intact.
     """
     try:
         _compare_with_manifest(folder, files)
     except UserError as e:
         refuse_removed(folder)
-        if isinstance(e.__cause__, OSError):
+        if isinstance(e, Unreadable):
             raise
         raise Damaged(str(e)) from e
 

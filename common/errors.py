@@ -20,6 +20,10 @@ class Diverged(UserError):
     """The loss, the weights or the outputs of a network are no longer finite, or the loss is too large."""
 
 
+class Unreadable(UserError):
+    """A disk or a file system does not give a file's content now. The file may be intact."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class name if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
@@ -44,13 +48,18 @@ def prefix_errors(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_user_error(source: object) -> Iterator[None]:
-    """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception."""
+    """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception.
+
+    An OSError becomes `Unreadable`.
+    """
     try:
         yield
     except UserError:
         raise
     except pickle.UnpicklingError as e:  # torch's own message suggests executing code from the file
         raise UserError(f"{source} cannot be read: it is damaged, or holds objects other than tensors and arrays") from e
+    except OSError as e:
+        raise Unreadable(f"{source} cannot be read: {type(e).__name__}: {first_line(e)}") from e
     except Exception as e:
         name = "" if type(e) is ValueError else f"{type(e).__name__}: "
         raise UserError(f"{source} cannot be read: {name}{first_line(e)}") from e

@@ -86,7 +86,7 @@ class Average:
 
     @property
     def hash(self) -> str:
-        """The hash of the names of all files, which contain hashes of their content."""
+        """A hash of the files' names. Names of snapshots contain a hash of the content; the checkpoint has its own hash."""
         return hash_bytes(repr([file.name for file in self.files]).encode())[:8]
 
     def load(self) -> dict[str, Tensor]:

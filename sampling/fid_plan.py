@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, find_all, resolve_checkpoint
-from common.errors import UserError
+from common.errors import Unreadable, UserError
 from common.files import REPOSITORY
 from configs.differences import differences
 from configs.sampling_schema import FidConfig
@@ -173,8 +173,7 @@ def choose_recipes(cfg: FidConfig, checkpoints: Sequence[Checkpoint]) -> list[Re
                 recipes.append(Recipe.for_checkpoint(checkpoint, chosen, cfg.evaluation, find_weak))
             except UserError as e:
                 refused[combination].append(e)
-                is_unreadable = isinstance(e.__cause__, OSError)  # the file may be intact
-                if cfg.checkpoints is None or is_unreadable:
+                if cfg.checkpoints is None or isinstance(e, Unreadable):
                     raise
     for combination, errors in refused.items():
         if len(errors) == num_tried[combination]:
