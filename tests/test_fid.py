@@ -34,6 +34,7 @@ from latents import autoencoders
 from sampling import fid_images, fid_plan, fid_run
 from sampling.evaluator import hash_weights, open_reference
 from sampling.sampler import ImageSampler
+from training import hooks
 from training.trainer import Trainer
 
 NAMES = [metric.name for metric in metrics_for("digits")]
@@ -119,6 +120,24 @@ def test_each_guidance_of_a_list_is_sampled_by_its_own_sampler_if_one_lacks_a_se
     lines = fid("out", f"checkpoint={run}", *lists)
     assert [line["cost"] for line in lines] == [own.cost for own in records(run)] and lines[0]["cost"] != lines[1]["cost"]
     assert [line["metrics"] for line in lines] == [pytest.approx(own.metrics, rel=1e-4) for own in records(run)]
+
+
+def test_each_guidance_of_a_run_has_a_name_of_its_own_in_logs_and_weights_and_biases(edm, train, monkeypatch):
+    tracked = []
+    monkeypatch.setattr(hooks, "track", lambda accelerator, values: tracked.extend(values))
+    early, last = (str(edm / "checkpoints" / store.folder_name(step)) for step in (2, 4))
+
+    def names(run, *guidance):
+        tracked.clear()
+        train(run, *EVAL, "evaluation.num_samples=4", "train.num_steps=2", *guidance)
+        return [name.removeprefix("fd_digits4/") for name in tracked if name.startswith("fd_digits")]
+
+    auto = ["guidance=autoguidance", "guidance.w=2"]
+    assert names("cfg", "guidance=unguided_and_cfg") == ["cfg1.0", "cfg1.5"]
+    assert names("channels", "guidance=cfg", "guidance.channels=[null,1]") == ["cfg1.5", "cfg1.5_channels1"]
+    assert names("one", *auto, f"guidance.checkpoint={early}") == ["autoguidance2.0_weightsema"]
+    both = names("both", *auto, f"guidance.checkpoint=[{early},{last}]")  # they differ in nothing else
+    assert both == [f"autoguidance2.0_checkpoint{weak}_weightsema" for weak in (early, last)]
 
 
 def test_a_backup_of_a_checkpoint_does_not_have_the_figures_of_training(edm, tmp_path, caplog):

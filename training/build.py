@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from checkpoints.run import RunFolder
 from common.interfaces import TokenAlignment
 from configs import schema
+from evaluations.result_settings import guidance_fields
 from latents import autoencoders
 from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
@@ -67,8 +68,9 @@ def build_sampling_hooks(
     if plan.evaluation_recipes:
         cache = run.results.reference_cache
         evaluator = build_evaluator(cfg.evaluation, accelerator, plan.reference, cfg.sampling.batch_size, cache)
-        for recipe in plan.evaluation_recipes:
+        names = hooks.names_of_guidances([guidance_fields(recipe.result_settings()) for recipe in plan.evaluation_recipes])
+        for recipe, name in zip(plan.evaluation_recipes, names):
             image_sampler = recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
             every, scoring = cfg.evaluation.every, plan.scoring
-            active.append(hooks.SampleEvaluationHook(run.results, every, evaluator, recipe, image_sampler, scoring))
+            active.append(hooks.SampleEvaluationHook(run.results, every, evaluator, recipe, image_sampler, scoring, name))
     return active

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,6 @@ from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
-from evaluations.result_settings import guidance_fields
 from evaluations.suite import display_name, format_metrics, metrics_for
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
@@ -95,6 +94,10 @@ class EvaluationHook(Hook):
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         raise NotImplementedError
 
+    def name_in_log(self, metric: str, planned: PlannedEvaluation) -> str:
+        """Return the name of a metric in logs and in Weights & Biases."""
+        return metric
+
     def __call__(self, trainer: Trainer) -> None:
         planned = self.planned(trainer)
         if on_main(lambda: self.results.find(planned) is not None):
@@ -102,7 +105,7 @@ class EvaluationHook(Hook):
         trainer.free_graph()
         record = self.evaluate(trainer, planned)
         on_main(partial(self.results.add, record))
-        metrics = {name_in_log(name, record): value for name, value in record.metrics.items()}
+        metrics = {self.name_in_log(name, planned): value for name, value in record.metrics.items()}
         log.info("step %d: %s", trainer.step, format_metrics(metrics))
         track(trainer.accelerator, {"step": trainer.step} | metrics | {"validation_loss_by_level": record.by_level})
 
@@ -114,16 +117,20 @@ def lowest_metric(trainer: Trainer, hooks: Iterable[Hook]) -> float | None:
     return lowest_figure((record for record in records if record is not None), metric)
 
 
-def name_in_log(metric: str, record: EvaluationRecord) -> str:
-    """Return the name of a metric in logs and in Weights & Biases, such as `fid5k/cfg1.5` or `fid5k/cfg1.5_channels3`."""
-    if not record.of_samples:
-        return metric
-    guidance = guidance_fields(record.settings)
-    scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
-    suffix = f"{guidance.get('guidance', 'cfg')}{scale}"
-    named = ("guidance", "cfg_scale", "guidance.w", "guidance.checkpoint", "guidance.checkpoint_hash")
-    suffix += "".join(f"_{key.removeprefix('guidance.')}{value}" for key, value in guidance.items() if key not in named)
-    return f"{display_name(metric, record.settings['num_samples'])}/{suffix}"
+def names_of_guidances(guidances: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return a name for each guidance of a run, such as `cfg1.5` or `cfg1.5_channels3`.
+
+    Only guidances that would otherwise have equal names also name the checkpoint of their weak network.
+    """
+
+    def name(guidance: Mapping[str, object], *left_out: str) -> str:
+        scale = float(guidance.get("cfg_scale", guidance.get("guidance.w")))
+        left_out += ("guidance", "cfg_scale", "guidance.w", "guidance.checkpoint_hash")
+        others = [f"_{key.removeprefix('guidance.')}{value}" for key, value in guidance.items() if key not in left_out]
+        return f"{guidance.get('guidance', 'cfg')}{scale}{''.join(others)}"
+
+    usual = [name(guidance, "guidance.checkpoint") for guidance in guidances]
+    return [name(guidance) if usual.count(short) > 1 else short for guidance, short in zip(guidances, usual)]
 
 
 @dataclass
@@ -132,12 +139,14 @@ class SampleEvaluationHook(EvaluationHook):
 
     Attributes:
         scoring: What the scores depend on besides the samples (`scoring_settings`), when the evaluator was built.
+        name: Name of the guidance in logs (see `names_of_guidances`).
     """
 
     evaluator: Evaluator
     recipe: Recipe
     image_sampler: ImageSampler
     scoring: dict[str, object]
+    name: str
 
     def planned(self, trainer: Trainer) -> PlannedEvaluation:
         evaluation = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps)
@@ -146,3 +155,7 @@ class SampleEvaluationHook(EvaluationHook):
 
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll)[0]
+
+    def name_in_log(self, metric: str, planned: PlannedEvaluation) -> str:
+        """Return a name such as `fid5k/cfg1.5`."""
+        return f"{display_name(metric, planned.settings['num_samples'])}/{self.name}"
