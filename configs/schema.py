@@ -54,6 +54,8 @@ Compile = Literal["auto", "none", "blocks"]  # see runtime.compilation.resolve_c
 Rounding = Literal["round", "truncate"]  # see common.images.to_uint8
 Labels = Literal["random", "balanced"]  # see sampling.sampler.draw_labels
 EMALength = Annotated[float, Field(gt=0, le=0.28)]  # see extras.posthoc_ema
+# Earlier configurations hold `auto`, which meant none.
+CUDAGraphs = Annotated[Literal["none", "step"], BeforeValidator(lambda value: "none" if value == "auto" else value)]
 
 
 class RouteSettings(Settings):
@@ -220,7 +222,7 @@ class Train(Settings):
     ema_lengths: SameState[list[EMALength]]
     ema_snapshot_every: ChangesNothing[PositiveInt | None]
     precision: ChangesWeights[Precision]
-    cuda_graphs: ChangesNothing[Literal["auto", "none", "step"]] = "auto"
+    cuda_graphs: ChangesNothing[CUDAGraphs] = "none"
     activation_checkpointing: ChangesNothing[Literal["none", "blocks"]]
     activation_memory_budget: ChangesNothing[Annotated[float, Field(ge=0, le=1)]]
     log_every: ChangesNothing[PositiveInt]

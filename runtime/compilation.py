@@ -22,8 +22,6 @@ from configs.schema import TrainConfig
 
 log = logging.getLogger(__name__)
 
-AUTO_USES_CUDA_GRAPHS = False  # whether train.cuda_graphs=auto uses CUDA graphs where it can. No GPU has run them yet.
-
 
 def checkpoint_activations(net: dit.DiT, mode: str) -> None:
     """If `mode` is `blocks`, store only each block's input for the backward pass. A step computes a third more FLOPs.
@@ -74,20 +72,14 @@ def compile_network(net: dit.DiT, mode: str) -> None:
         block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)
 
 
-def why_no_cuda_graph(cfg: TrainConfig, device: torch.device, num_processes: int) -> str | None:
-    """Return why training steps do not run as CUDA graphs (training/step_graph.py), or None if they do."""
-    if cfg.train.cuda_graphs == "none":
-        return "train.cuda_graphs=none"
+def why_no_cuda_graph(device: torch.device, num_processes: int) -> str | None:
+    """Return why training steps cannot run as CUDA graphs (training/step_graph.py), or None if they can."""
     if device.type != "cuda":
         return "there is no GPU"
     if num_processes > 1:
         return "training runs in several processes"
     if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1":
         return "TORCHINDUCTOR_CUDAGRAPHS=1 already captures each block"
-    if cfg.train.cuda_graphs == "auto" and resolve_compile(cfg.machine.compile, device) == "none":
-        return "blocks are not compiled"
-    if cfg.train.cuda_graphs == "auto" and not AUTO_USES_CUDA_GRAPHS:
-        return "no GPU has run them yet; train.cuda_graphs=step uses them"
     return None
 
 
@@ -95,11 +87,8 @@ def check_machine(cfg: TrainConfig, device: torch.device, num_processes: int) ->
     """Check compilation and precision settings before any slow work. Raises UserError if the machine does not support them."""
     train = cfg.train
     check_compile_mode(cfg.machine.compile, device)
-    reason = why_no_cuda_graph(cfg, device, num_processes)
-    if reason and train.cuda_graphs == "step":
+    if train.cuda_graphs == "step" and (reason := why_no_cuda_graph(device, num_processes)):
         raise UserError(f"train.cuda_graphs=step: {reason}; set train.cuda_graphs=none")
-    if reason and train.cuda_graphs == "auto" and device.type == "cuda":
-        log.info("train.cuda_graphs=auto uses no CUDA graphs: %s", reason)
     if train.activation_memory_budget < 1 and resolve_compile(cfg.machine.compile, device) == "none":
         raise UserError(f"train.activation_memory_budget={train.activation_memory_budget} needs machine.compile=blocks")
     if device.type == "cuda" and train.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -13,7 +13,7 @@ from guidance import none
 from routing_module import TokenRouter
 from runtime.compilation import compile_network
 from sampling.sampler import ImageSampler
-from training import parallel, step_graph, trainer
+from training import parallel, step_graph
 
 CPU = torch.device("cpu")
 CFG, SPARSE = test_numerics.GUIDANCES
@@ -25,7 +25,6 @@ def test_the_numerics_run_on_a_cpu():
 
 
 def stand_in_for_graphs(monkeypatch):
-    monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda cfg, *_: None if cfg.train.cuda_graphs == "step" else "none")
     monkeypatch.setattr(step_graph, "CUDAGraph", RecordedGraph)
 
 

@@ -12,7 +12,8 @@ from recorded_graph import RecordedGraph
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functional_call
 
-from training import step_graph, trainer
+from runtime import compilation
+from training import step_graph
 from training.step_metrics import STEP_METRICS
 from training.trainer import Trainer
 
@@ -28,14 +29,14 @@ SETTINGS = {
         "sample_grid.every=6", "sample_grid.num_samples=2", "evaluation.every=6", "evaluation.num_samples=4",
         "sampler.num_steps=1",
     ],
-    "graph": ["train.grad_accum_steps=2"],  # the third step captures it
+    "graph": ["train.cuda_graphs=step", "train.grad_accum_steps=2"],  # the third step captures it
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_between_two_lines_of_metrics_wait_for_nothing(tmp_path, monkeypatch, name):
     if name == "graph":
-        monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda *args: None)
+        monkeypatch.setattr(compilation, "why_no_cuda_graph", lambda *args: None)
         monkeypatch.setattr(step_graph, "CUDAGraph", RecordedGraph)
     calls, calls_before_step, train_step = [], [], Trainer.train_step
 

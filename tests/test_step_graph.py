@@ -4,7 +4,6 @@ import contextlib
 import gc
 import itertools
 import json
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,10 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 
 import dit
 from common.errors import UserError
+from configs.schema import TrainConfig
+from configs.settings import read_stored
 from edm import EDM
 from extras import lightningdit, sprint
 from runtime import compilation, cuda_graph
-from runtime.compilation import check_machine, why_no_cuda_graph
+from runtime.compilation import check_machine
 from training import step_graph, trainer
 from training.step_graph import StaticRandom, StepGraph
 from training.trainer import StepRandom, Trainer, learning_rate
@@ -31,6 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 # The graph is captured in step 3 and replayed in steps 3 to 7.
 KEYS = ["model.backbone=DiT-XS/2", "train.num_steps=7", "train.warmup_steps=5", "train.grad_clip_norm=0.1"]
 KEYS += ["train.precision=bf16", "checkpoint.every=4", "checkpoint.keep_last=9"]
+GRAPH = "train.cuda_graphs=step"
 ACCUMULATION = ["train.grad_accum_steps=2", "model.selection=importance"]
 SPRINT = ["model=sprint", "model.path_drop=0.5", "diffusion=sit"]
 SETTINGS = {
@@ -57,15 +59,11 @@ def small_networks(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Fixture: graphs(True) lets the next trainers use a graph, and graphs(False) lets them use none. Return the graphs."""
+    """Fixture: the stand-ins that runs with `GRAPH` make. Without it, they make none."""
     made = []
-
-    def use(are_used):
-        monkeypatch.setattr(trainer, "why_no_cuda_graph", lambda *args: None if are_used else "not in this run")
-        monkeypatch.setattr(step_graph, "CUDAGraph", lambda device: made.append(RecordedGraph(device)) or made[-1])
-        return made
-
-    return use
+    monkeypatch.setattr(compilation, "why_no_cuda_graph", lambda *args: None)
+    monkeypatch.setattr(step_graph, "CUDAGraph", lambda device: made.append(RecordedGraph(device)) or made[-1])
+    return made
 
 
 def data_keys(keys, folder):
@@ -110,9 +108,8 @@ def plain(graphs, plain_runs, tmp_path_factory):
     def make(name):
         if name not in plain_runs:
             keys = [*KEYS, *data_keys(SETTINGS[name], folder := tmp_path_factory.mktemp("plain"))]
-            made = graphs(False)
             plain_runs[name] = keys, run_train(folder, "plain", *keys)
-            assert made == []
+            assert graphs == []
         return plain_runs[name]
 
     return make
@@ -121,35 +118,33 @@ def plain(graphs, plain_runs, tmp_path_factory):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replayed_steps_give_the_bits_of_plain_steps(graphs, plain, tmp_path, name):
     keys, expected = plain(name)
-    made = graphs(True)
-    replayed = run_train(tmp_path, "replayed", *keys)
+    replayed = run_train(tmp_path, "replayed", *keys, GRAPH)
     assert differences(expected, replayed) == []
-    assert len(made) == 1 and made[0].calls == []  # one graph serves all micro-batches and is free after training
+    assert len(graphs) == 1 and graphs[0].calls == []  # one graph serves all micro-batches and is free after training
 
 
 @pytest.mark.parametrize("name", ["tread", "accumulation, importance", "muon"])
 def test_a_resumed_run_warms_up_and_captures_again(graphs, plain, tmp_path, name):
     keys, expected = plain(name)
-    graphs(True)
     for num_steps in (4, 7):
-        run = run_train(tmp_path, "parts", *keys, f"train.num_steps={num_steps}")
+        run = run_train(tmp_path, "parts", *keys, GRAPH, f"train.num_steps={num_steps}")
     assert differences(expected, run) == []
 
 
 @pytest.mark.parametrize("kind", ["grid", "samples", "validation"])
 def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_path, monkeypatch, kind):
-    made, sizes, at_networks, batches, forward = graphs(True), [], [], Trainer.batches, dit.DiT.forward
+    sizes, at_networks, batches, forward = [], [], Trainer.batches, dit.DiT.forward
 
     def batches_and_record(trainer):
         for micro_batches in batches(trainer):
-            sizes.append(len(made[0].calls))
+            sizes.append(len(graphs[0].calls))
             yield micro_batches
-        sizes.append(len(made[0].calls))
+        sizes.append(len(graphs[0].calls))
 
     def record_and_run(net, *args, **kwargs):
         if not net.training:  # the EMA network
-            in_use = [x for reference in made[0].tensors if (x := reference()) is not None]
-            at_networks.append((len(sizes), len(made[0].calls), in_use))
+            in_use = [x for reference in graphs[0].tensors if (x := reference()) is not None]
+            at_networks.append((len(sizes), len(graphs[0].calls), in_use))
         return forward(net, *args, **kwargs)
 
     make_shard(tmp_path / "held_out" / "a.safetensors", channels=1, size=8, num_classes=10)
@@ -161,27 +156,26 @@ def test_hooks_that_run_a_network_find_the_memory_of_the_graph_free(graphs, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "batches", batches_and_record)
         patch.setattr(dit.DiT, "forward", record_and_run)
-        replayed = run_train(tmp_path, "replayed", *KEYS, *looks)
+        replayed = run_train(tmp_path, "replayed", *KEYS, GRAPH, *looks)
     # After steps 0 to 7: the graph exists from step 3 on. Lines of metrics and checkpoints keep it, and these hooks free it.
     assert [size > 0 for size in sizes] == [False, False, False, True, True, False, True, False]
     # (step, operations in the graph, its tensors that are in use)
     assert [key for key, _ in itertools.groupby(at_networks)] == [(5, 0, []), (7, 0, [])]
-    graphs(False)
     assert differences(run_train(tmp_path, "plain", *KEYS, *looks), replayed) == []
 
 
 def test_the_graph_is_free_after_an_error(graphs, tmp_path, monkeypatch):
-    made, update = graphs(True), trainer.EMA.update
+    update = trainer.EMA.update
 
     def fail(ema, step):
         update(ema, step)
         if step == 4:
-            raise ZeroDivisionError(len(made[0].calls))
+            raise ZeroDivisionError(len(graphs[0].calls))
 
     monkeypatch.setattr(trainer.EMA, "update", fail)
     with pytest.raises(ZeroDivisionError) as error:
-        run_train(tmp_path, "run", *KEYS)
-    assert error.value.args[0] > 0 and made[0].calls == []
+        run_train(tmp_path, "run", *KEYS, GRAPH)
+    assert error.value.args[0] > 0 and graphs[0].calls == []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -250,14 +244,12 @@ def no_replay_after_the_capture(monkeypatch):
 )
 def test_the_comparison_finds_what_a_graph_freezes(graphs, tmp_path, monkeypatch, damage, name):
     keys = [*KEYS, "train.grad_clip_norm=null", *SETTINGS[name]]
-    graphs(False)
     with monkeypatch.context() as patch:
         damage(patch)
         plain = run_train(tmp_path, "plain", *keys)
-    graphs(True)
     damage(monkeypatch)
     try:
-        replayed = run_train(tmp_path, "replayed", *keys)
+        replayed = run_train(tmp_path, "replayed", *keys, GRAPH)
     except UserError as e:  # NaN
         assert "NaN" in str(e)
         return
@@ -329,34 +321,30 @@ def test_gradients_that_are_kept_cause_no_recompilation(tmp_path):
 # The key, and what a capture asks of CUDA.
 
 
-def settings(mode, compile="blocks"):
-    return checked([f"train.cuda_graphs={mode}", f"machine.compile={compile}"])
-
-
-def test_step_is_refused_where_it_cannot_work_and_auto_says_why_it_is_off(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+@pytest.mark.parametrize("compile", ["blocks", "none"])
+def test_graphs_are_refused_where_they_cannot_work(monkeypatch, compile):
     monkeypatch.delenv("TORCHINDUCTOR_CUDAGRAPHS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    with_graphs, plain = (checked([f"train.cuda_graphs={mode}", f"machine.compile={compile}"]) for mode in ("step", "none"))
     for device, num_processes, reason in ((CPU, 1, "there is no GPU"), (GPU, 2, "several processes")):
-        with pytest.raises(UserError, match=f"train.cuda_graphs=step: .*{reason}"):
-            check_machine(settings("step"), device, num_processes)
-    assert why_no_cuda_graph(settings("step"), GPU, 1) is None
-    assert why_no_cuda_graph(settings("step", compile="none"), GPU, 1) is None
-    caplog.clear()
-    check_machine(settings("auto"), CPU, 1)
-    assert "cuda_graphs" not in caplog.text
-    check_machine(settings("auto"), GPU, 2)
-    assert "train.cuda_graphs=auto uses no CUDA graphs: training runs in several processes" in caplog.text
+        with pytest.raises(UserError, match=f"^train.cuda_graphs=step: .*{reason}.*; set train.cuda_graphs=none$"):
+            check_machine(with_graphs, device, num_processes)
+        check_machine(plain, device, num_processes)
+    check_machine(with_graphs, GPU, 1)
     monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
     with pytest.raises(UserError, match="TORCHINDUCTOR_CUDAGRAPHS=1"):
-        check_machine(settings("step"), GPU, 1)
+        check_machine(with_graphs, GPU, 1)
+    check_machine(plain, GPU, 1)
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-def test_auto_is_what_the_constant_says(monkeypatch, is_on):
-    monkeypatch.setattr(compilation, "AUTO_USES_CUDA_GRAPHS", is_on)
-    assert (why_no_cuda_graph(settings("auto"), GPU, 1) is None) == is_on
-    assert why_no_cuda_graph(settings("auto", compile="none"), GPU, 1) == "blocks are not compiled"
-    assert why_no_cuda_graph(settings("none"), GPU, 1)
+def test_auto_of_earlier_versions_means_none():
+    typed, usual = checked(["train.cuda_graphs=auto"]), checked()
+    assert typed.train.cuda_graphs == "none" and typed.model_dump() == usual.model_dump()
+    before = usual.model_dump()
+    before["train"]["cuda_graphs"] = "auto"
+    assert read_stored(before, TrainConfig, "config.yaml") == usual
+    with pytest.raises(UserError, match="train.cuda_graphs='blocks': Input should be 'none' or 'step'"):
+        checked(["train.cuda_graphs=blocks"])
 
 
 class CUDA:

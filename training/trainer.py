@@ -19,7 +19,6 @@ from dit import DiT
 from latents.batches import BatchOrder, read_batches
 from latents.dataset import LatentDataset
 from latents.shards import latents_for_network
-from runtime.compilation import why_no_cuda_graph
 from training.ema import EMA
 from training.losses import LossMeter, sums_by_bin
 from training.optimizers import OPTIMIZERS
@@ -100,7 +99,7 @@ class Trainer:
         start = accelerator.process_index * num_micro_batches * size
         self.micro_batch_slices = [slice(start + m * size, start + (m + 1) * size) for m in range(num_micro_batches)]
         self.graph: StepGraph | None = None
-        if why_no_cuda_graph(cfg, self.device, accelerator.num_processes) is None:
+        if cfg.train.cuda_graphs == "step":
             self.graph = StepGraph(self.compute_gradients, self.parameters.values(), num_micro_batches, self.device)
         self.step = self.first_step = self.images_seen = 0
         self.loss_meter = LossMeter(["loss"] if alignment is None else ["loss", "alignment_loss"], self.device)
