@@ -30,8 +30,7 @@ class Hook:
     """A callback that the training loop calls every `every` steps and after the last step, or never if `every` is 0.
 
     When a run resumes, the loop calls the hooks that are due at its step again, because a signal may have interrupted them.
-    Hooks can read the trainer's state, but must not change the weights or the optimizer. A hook that runs a network calls
-    `Trainer.free_graph` before, because the network needs memory for its activations.
+    Hooks can read the trainer's state, but must not change the weights or the optimizer.
     """
 
     every: int
@@ -55,7 +54,6 @@ class SampleGridHook(Hook):
         file = self.run.samples / f"{store.folder_name(trainer.step)}.png"
         if on_main(file.exists):
             return
-        trainer.free_graph()
         accelerator, size = trainer.accelerator, trainer.cfg.sampling.batch_size
         seeds = list(range(trainer.cfg.sample_grid.num_samples))
         labels = [seed % self.image_sampler.data.num_classes for seed in seeds]
@@ -102,7 +100,6 @@ class EvaluationHook(Hook):
         planned = self.planned(trainer)
         if on_main(lambda: self.results.find(planned) is not None):
             return
-        trainer.free_graph()
         record = self.evaluate(trainer, planned)
         on_main(partial(self.results.add, record))
         metrics = {self.name_in_log(name, planned): value for name, value in record.metrics.items()}

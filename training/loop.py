@@ -61,6 +61,8 @@ def train(trainer: Trainer, run: RunFolder, hooks: Sequence[Hook]) -> bool:
                     track(trainer.accelerator, line)
                 if is_saved:  # after the metrics, because a checkpoint stores the losses since the last metrics line
                     checkpoints.save(trainer)
+                if due_hooks:
+                    trainer.free_graph()  # its memory is for the activations of the networks that hooks run
                 for hook in due_hooks:
                     hook(trainer)
                 clock.start()
