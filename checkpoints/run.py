@@ -65,7 +65,7 @@ def read_checked_lines(file: Path, line_class: type[BaseModel]) -> list[dict]:
 def present_starts(starts: list[dict]) -> list[dict]:
     """Return the lines of starts.jsonl from the last start on that resumed no checkpoint, which began the present run.
 
-    Earlier lines belong to a run of the same name that saved no checkpoint, or whose results train.py renamed.
+    Earlier lines belong to starts without a checkpoint, whose results train.py renamed.
     """
     new = [i for i, start in enumerate(starts) if start.get("resumed") is False]
     return starts[new[-1] :] if new else starts
@@ -96,9 +96,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.starts = self.path / "starts.jsonl"
         self.lock_path = self.path / ".lock"
-        # Exists if the present run has saved a checkpoint, even if that was removed. The last step of the metrics does not tell:
-        # they are written before the save, which a kill may prevent.
-        self.saved_mark = self.path / ".has_saved"
         self._lock = None
 
     @cached_property
@@ -106,17 +103,12 @@ class RunFolder:
         """The run's evaluations."""
         return Results(self.path / "evaluations", self.path)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this process has locked the folder (see `open`)."""
-        return self._lock is not None
-
     def open(self) -> None:
-        """Create and lock the run folder, unless it is open.
+        """Create and lock the run folder, unless this process has locked it.
 
         Raises UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
         """
-        if self.is_open:
+        if self._lock is not None:
             return
         for folder in (self.checkpoints, self.samples, self.snapshots, self.wandb):
             refuse_link(folder)
@@ -141,7 +133,7 @@ class RunFolder:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
             is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
-            is_known = path.name in (".lock", ".has_saved", ".hydra")  # ours, and hydra.output_subdir
+            is_known = path.name in (".lock", ".hydra", ".has_saved")  # also hydra.output_subdir, and a file of earlier versions
             if not (is_empty or is_known or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path
 
@@ -159,12 +151,6 @@ class RunFolder:
             if not re.fullmatch(r"[\w.-]{1,64}", identifier):
                 raise ValueError("it holds no ID of Weights & Biases (up to 64 letters, digits, dots, - and _)")
         return identifier
-
-    def last_step_if_saved(self) -> int | None:
-        """Return the last step in metrics.jsonl if the present run has saved a checkpoint, or None."""
-        if not self.saved_mark.exists():
-            return None
-        return max((line["step"] for line in read_metrics(self.metrics)), default=0)
 
     def earlier_initial_checkpoint(self, init_from: Path) -> Path:
         """Return the checkpoint of `init_from` from which an earlier start of this run began, or `init_from` itself.
@@ -205,21 +191,24 @@ class RunFolder:
         folders = (self.samples, self.snapshots)
         return any(file.exists() and file.stat().st_size for file in files) or any(any(folder.glob("*")) for folder in folders)
 
-    def rename_results(self, reason: str) -> None:
-        """Rename the files and grids of an earlier run, so that the new run does not delete them (see `is_renamed`).
+    def rename_results(self) -> None:
+        """If the folder holds results, rename its files, so that a run that starts anew does not delete them (see `is_renamed`).
 
         Empty folders stay, such as the samples/ that `open` has made for the new run.
         """
+        if not self.has_results():
+            return
         suffix = f"earlier_{secrets.token_hex(4)}"
-        for name in ("config.yaml", "metrics.jsonl", "samples", "evaluations", SNAPSHOTS, "wandb_id"):
+        # The results come last: if the process is killed here, the next start renames the rest.
+        for name in ("config.yaml", "wandb_id", "metrics.jsonl", "samples", "evaluations", SNAPSHOTS):
             path = self.path / name
             is_empty = path.is_dir() and not any(path.iterdir())
             if path.exists() and not is_empty:
                 path.rename(path.with_name(f"{path.stem}_{suffix}{path.suffix}"))
-        log.warning("%s holds results of %s; they are now in *_%s", self.path, reason, suffix)
+        log.warning("%s holds results but no checkpoint; training starts over, and they are now in *_%s", self.path, suffix)
 
     def close(self) -> None:
         """Release the lock on the run folder."""
-        if self.is_open:
+        if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ from PIL import Image
 from checkpoints import provenance, store
 from checkpoints.checkpoint import Checkpoint, read_checkpoint, read_config, resolve_checkpoint
 from checkpoints.load import load_network
-from checkpoints.run import RunFolder
+from checkpoints.run import RunFolder, read_metrics
 from common.errors import Diverged, UserError
 from common.randomness import derive_seed
 from dit import DiTBlock
@@ -392,29 +392,31 @@ def test_a_start_fails_if_a_bad_checkpoint_cannot_be_renamed(whole, train, tmp_p
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_start_at_step_0_keeps_the_results_of_other_settings(train, tmp_path):
+def test_a_start_at_step_0_keeps_earlier_results_whether_its_settings_are_equal_or_not(train, caplog):
     run, kept = train("run", "train.num_steps=1", "train.log_every=1"), set()
-    for seed in (3, 4):
+    for number, seed in enumerate((3, 4, 4)):
         kept.add((run / "metrics.jsonl").read_text())
-        (run / "checkpoints").rename(run / f"archive_{seed}")
+        (run / "checkpoints").rename(run / f"archive_{number}")
         (run / "ema_snapshots").mkdir()
-        (run / "ema_snapshots" / f"of_{seed}").write_text("kept")
+        (run / "ema_snapshots" / f"of_{number}").write_text("kept")
         train("run", "train.num_steps=1", "train.log_every=1", f"seed={seed}")
-    assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 2
-    assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_3", "of_4"}
+        assert "run holds results but no checkpoint; training starts over, and they are now in *_earlier_" in caplog.text
+        caplog.clear()
+    assert {file.read_text() for file in run.glob("metrics_earlier_*.jsonl")} == kept and len(kept) == 3
+    assert {file.name for file in run.glob("ema_snapshots_earlier_*/*")} == {"of_0", "of_1", "of_2"}
     assert (run / "samples").is_dir() and not [*run.glob("samples_earlier_*")]  # an empty folder has nothing to keep
 
 
+@pytest.mark.parametrize("changed", [[], ["train.lr=1e-4"]])
 @pytest.mark.parametrize("result", ["samples/step_0000001.png", "ema_snapshots/step_0000001_0.safetensors"])
-def test_a_start_with_other_settings_keeps_what_a_killed_run_made_before_its_first_metrics(train, result):
+def test_a_start_keeps_what_a_killed_run_made_before_its_first_metrics(train, result, changed):
     run = train("run", "train.num_steps=1")
     for folder in store.list_steps(run / "checkpoints").values():
         shutil.rmtree(folder)
-    (run / ".has_saved").unlink()
     (run / "metrics.jsonl").write_text("")
     (run / result).parent.mkdir(exist_ok=True)
     (run / result).write_text("kept")
-    train("run", "train.num_steps=1", "train.lr=1e-4")
+    train("run", "train.num_steps=1", *changed)
     folder, name = result.split("/")
     assert [file.read_text() for file in run.glob(f"{folder}_earlier_*/{name}")] == ["kept"]
     assert len([*run.glob("config_earlier_*.yaml")]) == 1 and not (run / result).exists()
@@ -435,18 +437,32 @@ def test_a_new_run_refuses_a_route_that_carries_no_token_and_stored_networks_wit
 
 def test_a_run_of_which_only_hidden_files_are_left_starts_anew(train):
     run = train("run", "train.num_steps=1")
+    (run / ".has_saved").touch()  # earlier versions left it
     for path in run.glob("[!.]*"):  # as rm -rf run/*
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert (run / ".has_saved").exists()
     train("run", "train.num_steps=1")
     assert [line["step"] for line in metrics(run)] == [1] and folder_of(run, 1).exists()
 
 
-def test_a_resumed_run_is_marked_as_one_that_has_saved_a_checkpoint(train):
-    run = train("run", "train.num_steps=2")
-    (run / ".has_saved").unlink()  # as if it was killed between the checkpoint and its mark
-    train("run", "train.num_steps=2")
-    assert (run / ".has_saved").exists()
+def test_each_start_that_ends_without_a_checkpoint_keeps_its_results_and_one_without_results_leaves_nothing(
+    whole, train, tmp_path, monkeypatch
+):
+    run, train_step = tmp_path / "run", Trainer.train_step
+
+    def fail(trainer, *args, after):
+        if trainer.step == after:
+            raise ZeroDivisionError
+        return train_step(trainer, *args)
+
+    with monkeypatch.context() as patch:
+        for after in (0, 0, 2, 0, 0, 1):
+            patch.setattr(Trainer, "train_step", partialmethod(fail, after=after))
+            with pytest.raises(ZeroDivisionError):
+                train("run")
+    train("run")
+    found = [[line["step"] for line in read_metrics(file)] for file in run.glob("metrics_earlier_*")]
+    assert sorted(found) == [[1], [1, 2]] and len([*run.glob("*_earlier_*")]) == 4  # with a config.yaml each
+    assert losses(run) == losses(whole)
 
 
 def test_a_run_with_fewer_steps_than_its_checkpoint_makes_the_last_grid_and_evaluation_there(whole, train, tmp_path):
@@ -464,20 +480,30 @@ def test_a_run_with_fewer_steps_than_its_checkpoint_makes_the_last_grid_and_eval
         assert [(x["step"], x["settings"]["num_samples"]) for x in evaluated(run)] == [(6, 3)]
 
 
-# The lock of a folder that is there keeps other trainers out, but not copies of runs, which have checkpoints.
-@pytest.mark.parametrize(("is_there", "gone"), [(False, ""), (False, "checkpoints"), (False, "metrics.jsonl"), (True, "")])
+# The lock of a folder that is there keeps other trainers out, but not copies of runs.
+@pytest.mark.parametrize(("is_there", "gone"), [(False, ""), (False, "metrics.jsonl"), (True, "")])
 def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, is_there, gone):
     run = RunFolder(str(tmp_path), "run")
     if is_there:
         run.path.mkdir()
         run.open()
     start = decide_start(run, checked(TINY))
-    assert not start.resumes and run.is_open == is_there
+    assert not start.resumes and run.lock_path.exists() == is_there
     shutil.copytree(whole, run.path, dirs_exist_ok=True, ignore=lambda folder, names: [gone] if gone else [])
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match="another process has trained .*run meanwhile, .*; run the same command again"):
-        begin_new_run(run, checked(TINY))
+        begin_new_run(run)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_new_run_keeps_the_results_of_a_start_that_was_killed_meanwhile(whole, tmp_path):
+    run = RunFolder(str(tmp_path), "run")
+    assert not decide_start(run, checked(TINY)).resumes
+    shutil.copytree(whole, run.path, ignore=lambda folder, names: ["checkpoints"])
+    before = sorted(path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock")
+    begin_new_run(run)
+    assert sorted(path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock") == before
+    assert not run.metrics.exists() and not run.config.exists()
 
 
 def test_the_results_of_a_short_run_whose_checkpoints_are_gone_are_kept(train):
@@ -488,7 +514,7 @@ def test_the_results_of_a_short_run_whose_checkpoints_are_gone_are_kept(train):
         shutil.rmtree(folder)
     train("run", *keys, "train.num_steps=2")
     assert [file.read_text() for file in run.glob("metrics_earlier_*.jsonl")] == [before]
-    assert (run / ".has_saved").exists() and len(metrics(run)) == 2
+    assert len(metrics(run)) == 2
 
 
 def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -74,12 +73,7 @@ class CheckpointWriter:
             class_names=trainer.dataset.class_names,
         )
         contents = tensors, state.model_dump(), trainer.cfg.model_dump()
-        self._writing = self._thread.submit(self._save, trainer.step, *contents)
-
-    def _save(self, step: int, tensors: store.Tensors, state: dict, config: dict) -> None:
-        store.save(self.run.checkpoints, step, tensors, state, config, *self.keep)
-        with contextlib.suppress(OSError):  # the disk may be full now
-            self.run.saved_mark.touch()
+        self._writing = self._thread.submit(store.save, self.run.checkpoints, trainer.step, *contents, *self.keep)
 
     def raise_write_error(self, wait: bool = False) -> None:
         """Raise UserError on every process if a checkpoint could not be written. Every process must call this method.

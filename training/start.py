@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from checkpoints.provenance import describe_command
 from checkpoints.run import RunFolder
 from common.errors import UserError
 from common.files import append_line
-from configs.differences import Change, differences, differences_by_role
+from configs.differences import Change, differences_by_role
 from configs.schema import TrainConfig
 from routing_module import num_kept_tokens
 from runtime.compilation import resolve_compile
@@ -153,7 +152,7 @@ def changes_on_resume(stored: TrainConfig, cfg: TrainConfig) -> list[Change]:
 def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     """Write config.yaml and starts.jsonl, delete results of steps that the run will repeat, and log the settings.
 
-    What is in the way is renamed: damaged checkpoints, and results of another run.
+    What is in the way is renamed: damaged checkpoints, and the results of a run without checkpoints, because it starts over.
 
     The main process calls this function. Only here, a new run creates its folder, so that an error before leaves none behind.
     Raises UserError if the disk has no room for a checkpoint, or if a new run's folder has been filled meanwhile.
@@ -163,9 +162,8 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     if start.resumes:
         for folder, problem in start.damaged.items():
             log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
-        run.saved_mark.touch()  # a save that was killed may have left a checkpoint without this mark
     else:
-        begin_new_run(run, cfg)
+        begin_new_run(run)
     if is_complete:
         restore_config(run, start.checkpoint)
     else:
@@ -180,30 +178,12 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
         log_training(trainer)
 
 
-def begin_new_run(run: RunFolder, cfg: TrainConfig) -> None:
-    """Create the folder of a new run, or rename what it holds of another run."""
-    was_open = run.is_open  # otherwise, the folder did not exist when `decide_start` looked
+def begin_new_run(run: RunFolder) -> None:
+    """Create the folder of a new run, or rename the results that it holds."""
     run.open()
-    if store.list_steps(run.checkpoints) or (not was_open and run.has_results()):
+    if store.list_steps(run.checkpoints):  # `decide_start` saw none
         raise UserError(f"another process has trained {run.path} meanwhile, or copied a run there; run the same command again")
-    if owner := owner_of_results(run, cfg):
-        run.rename_results(owner)
-    run.saved_mark.unlink(missing_ok=True)
-
-
-def owner_of_results(run: RunFolder, cfg: TrainConfig) -> str | None:
-    """Return whose results the folder of a run without checkpoints holds, in words.
-
-    It is None if there are none, or only those of a start with equal settings that saved no checkpoint: they are made again.
-    """
-    if not run.has_results():
-        return None
-    with contextlib.suppress(UserError):  # the file is not a configuration
-        if run.config.exists() and not differences(read_config(run.path), cfg):
-            if (last := run.last_step_if_saved()) is None:
-                return None
-            return f"a run that reached step {last}, but none of its checkpoints; training starts over"
-    return "a run with other settings"
+    run.rename_results()
 
 
 def describe_start(trainer: Trainer, start: RunStart) -> dict[str, object]:
