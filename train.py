@@ -39,6 +39,7 @@ def main(cfg: TrainConfig) -> float | None:
     from training.plan import plan_training
     from training.start import begin_run
     from training.stop import end_run_after_signal
+    from training.summary import log_summary
     from training.trainer import Trainer
 
     # Check the configuration, the data and the checkpoints before any slow work.
@@ -68,6 +69,7 @@ def main(cfg: TrainConfig) -> float | None:
     # Load the checkpoint, and train.
     load_start(trainer, plan.start)
     processes.on_main(partial(begin_run, trainer, run, plan.start))
+    processes.on_main(partial(log_summary, trainer, run))
     processes.check_new_file("output_dir", run.lock_path)
     if accelerator.is_main_process:
         tracking.init_trackers(accelerator, cfg, run)
