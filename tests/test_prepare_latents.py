@@ -169,7 +169,7 @@ def test_samples_are_drawn_once_and_depend_only_on_the_seed_and_the_image(images
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
     def open_folder():
-        return ShardFolder(tmp_path, INFO, {"shard_size": 2, "dtype": "float32"}, lambda start, stop: "hash", num_items=4)
+        return ShardFolder.open(tmp_path, INFO, {"shard_size": 2, "dtype": "float32"}, lambda start, stop: "hash", num_items=4)
 
     first, opened = open_folder(), []
     for shard in first.missing:

@@ -53,7 +53,7 @@ def convert(cfg: ConvertConfig) -> None:
     settings |= {name: getattr(cfg, name) for name in ("normalize", "keep_images", "shard_size", "dtype")}
     read_jpeg = source.open_jpegs(info.resolution) if cfg.keep_images == "jpeg" else None
     items_hash = source.hash()
-    folder = ShardFolder(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", len(source.labels))
+    folder = ShardFolder.open(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", len(source.labels))
     for shard in progress_bar(folder.missing, unit="shards"):
         tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
         tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}

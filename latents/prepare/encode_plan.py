@@ -133,11 +133,11 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    folder = ShardFolder(cfg.output, info, settings, images.hash, len(images))
+    folder = ShardFolder.open(cfg.output, info, settings, images.hash, len(images))
     read_image = image_reader(images, cfg)
     outdated: dict[Path, str] = {}
     unreadable: list[dict] = []
-    for shard, names in folder.left_out.items():
+    for shard, names in folder.finished.items():
         errors = {i: read_image.error_of(i) for i in range(shard.start, shard.stop) if images.names[i] in names}
         if now := [images.names[i] for i, error in errors.items() if error is None]:
             outdated[shard.file] = f"left out {now[0]}, which can be read now"

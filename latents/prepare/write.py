@@ -12,9 +12,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import numpy as np
 import torch
@@ -55,59 +55,72 @@ class PlannedShard:
     items_hash: str  # hash of the items
 
 
+@dataclass
 class ShardFolder:
-    """A folder that this process locks and fills with the planned shards. The constructor renames shards that are out of date.
+    """A folder that this process has locked, and the shards that it shall hold.
 
-    The main process opens the folder. The other processes get a copy without the lock, and call only `write`.
-
-    Args:
-        output: Folder for the shards.
-        info: Header of the shards.
-        settings: All settings that affect the shards, among them `shard_size` (items per shard) and `dtype` (of the stored
-            latents). Resuming requires identical settings.
-        hash_items: Function (start, stop) that hashes items start .. stop - 1. If the hash of a finished shard's items
-            changes, the shard must be made again. If all hashes change, the folder holds another data set.
-        num_items: Number of items.
-
-    Attributes:
-        shards: All planned shards.
-        missing: The shards that must still be made.
-        left_out: Names of the items that finished shards have left out. If some can be read now, call `rename_outdated`.
-
-    Raises:
-        UserError: If the folder contains a different data set, or a shard that another program wrote.
+    The main process opens the folder with `open`. The other processes get a copy without the lock, and call only `write`.
     """
 
-    def __init__(self, output: str, info: ShardInfo, settings: dict, hash_items: Callable[[int, int], str], num_items: int):
-        self.output = Path(output)
-        self.info = info
-        self.settings: dict = json.loads(json.dumps(settings))  # in JSON types, as those in the shards
-        self.shards: list[PlannedShard] = []
+    output: Path
+    info: ShardInfo  # header of the shards
+    settings: dict  # settings that the shards store, in JSON types
+    shards: list[PlannedShard]  # all shards
+    # The shards that `open` has found complete and up to date, and the names of the items that each has left out. If one of them
+    # can be read now, call `rename_outdated`.
+    finished: dict[PlannedShard, set[str]] = field(default_factory=dict)
+    lock: IO[bytes] | None = None
+
+    @classmethod
+    def open(
+        cls, output: str, info: ShardInfo, settings: dict, hash_items: Callable[[int, int], str], num_items: int
+    ) -> ShardFolder:
+        """Plan the shards, lock the folder, and rename the shards in it that are damaged or out of date.
+
+        Args:
+            output: Folder for the shards.
+            info: Header of the shards.
+            settings: All settings that affect the shards, among them `shard_size` (items per shard) and `dtype` (of the stored
+                latents). Resuming requires identical settings.
+            hash_items: Function (start, stop) that hashes items start .. stop - 1. If the hash of a finished shard's items
+                changes, the shard must be made again. If all hashes change, the folder holds another data set.
+            num_items: Number of items.
+
+        Raises:
+            UserError: If the folder contains a different data set, or a shard that another program wrote.
+        """
+        shards = []
         for number, start in enumerate(range(0, num_items, settings["shard_size"])):
             stop = min(start + settings["shard_size"], num_items)
-            file = self.output / f"latents_{number:05d}.safetensors"
-            self.shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
-        self._planned = {(shard.file, shard.items_hash): shard for shard in self.shards}
-        provenance = self._read_provenance()
-        read_manifest(self.output)  # raises UserError for a file of another program or format, which would be replaced
-        self._lock = lock_file(self.lock_path, "writing to", "output")  # after the checks, because it writes a file
-        self.left_out: dict[PlannedShard, set[str]] = {}
-        reasons = {}
-        for file, record in provenance.items():
-            if (shard := self._planned.get((file, record["source"]))) is None:
-                reasons[file] = "was made from other items than the source holds now"
+            file = Path(output) / f"latents_{number:05d}.safetensors"
+            shards.append(PlannedShard(file, start, stop, hash_items(start, stop)))
+        folder = cls(Path(output), info, json.loads(json.dumps(settings)), shards)
+        records = folder._read_provenance()
+        read_manifest(folder.output)  # raises UserError for a file of another program or format, which would be replaced
+        folder.lock = lock_file(folder.lock_path, "writing to", "output")  # after the checks, because it writes a file
+        planned = folder._planned()
+        outdated = {}
+        for file, record in records.items():
+            if (shard := planned.get((file, record["source"]))) is None:
+                outdated[file] = "was made from other items than the source holds now"
             elif not is_intact(file):
-                reasons[file] = "changed after it was written"
-            elif record["left_out"]:
-                self.left_out[shard] = {entry["name"] for entry in record["left_out"]}
-        self.rename_outdated(reasons)
+                outdated[file] = "changed after it was written"
+            else:
+                folder.finished[shard] = {entry["name"] for entry in record["left_out"]}
+        folder.rename_outdated(outdated)
+        return folder
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_lock": None}  # the copy of another process
+        return self.__dict__ | {"lock": None}  # the copy of another process
 
     @property
     def lock_path(self) -> Path:
         return self.output / UNFINISHED
+
+    @property
+    def missing(self) -> list[PlannedShard]:
+        """The shards to make."""
+        return [shard for shard in self.shards if shard not in self.finished]
 
     def write(
         self,
@@ -137,14 +150,17 @@ class ShardFolder:
         write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, **stored))
 
     def rename_outdated(self, reasons: Mapping[Path, str]) -> None:
-        """Rename the shards in `reasons`, update `missing`, and remove the manifest if shards are missing."""
+        """Rename the files in `reasons`, which are then no longer finished. Remove the manifest if shards are missing."""
         for file, reason in reasons.items():
             backup = file.with_name(f".changed_{file.name}")
             log.warning("%s %s; renamed to %s", file, reason, backup.name)
             os.replace(file, backup)
-        self.missing = [shard for shard in self.shards if not shard.file.exists()]
+        self.finished = {shard: names for shard, names in self.finished.items() if shard.file not in reasons}
         if self.missing:
             (self.output / MANIFEST).unlink(missing_ok=True)
+
+    def _planned(self) -> dict[tuple[Path, str], PlannedShard]:
+        return {(shard.file, shard.items_hash): shard for shard in self.shards}
 
     def _read_provenance(self) -> dict[Path, dict]:
         """Return the provenance of each shard in the folder.
@@ -164,7 +180,7 @@ class ShardFolder:
                     f"output={self.output} holds {others[0]}, which this command did not write; choose another folder"
                 )
         changed = [change for record in provenance.values() for change in self._changed_settings(record)]
-        if provenance and self._planned.keys().isdisjoint((file, record["source"]) for file, record in provenance.items()):
+        if provenance and self._planned().keys().isdisjoint((file, record["source"]) for file, record in provenance.items()):
             changed.append("made of other items")
         if changed:
             differences = "; ".join(dict.fromkeys(changed))
@@ -230,7 +246,7 @@ class ShardFolder:
         }
         write_atomically(self.output / MANIFEST, json.dumps(manifest, indent=1))
         self.lock_path.unlink()
-        self._lock.close()
+        self.lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
         log_notes(manifest)
         if left_out:
