@@ -68,10 +68,11 @@ def encode(cfg: EncodeConfig) -> None:
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     folder, still_unreadable = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
     check_new_file("output", folder.lock_path)
-    unreadable = still_unreadable + gather_lists(encode_images(folder, images, vae, cfg, accelerator))
+    unreadable = encode_images(folder, images, vae, cfg, accelerator)
+    unreadable = still_unreadable | dict(gather_lists([*unreadable.items()]))
     # The error comes after every process has made its shards, because it ends all processes.
     if unreadable:
-        raise UserError(list_problems([entry["problem"] for entry in unreadable], REPAIR_IN_SHARDS))
+        raise UserError(list_problems([*unreadable.values()], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
     on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
 
@@ -99,7 +100,7 @@ class _Batch(NamedTuple):
 
     items: list[_ReadableImage]  # the readable images
     pixels: Tensor  # cropped pixels of `items`, uint8 [b, H, W, 3]
-    unreadable: list[dict]  # {"name", "problem"} for each unreadable image
+    unreadable: dict[str, str]  # {name: problem} of the unreadable images
 
 
 def _read_batch(images: LabelledImages, cfg: EncodeConfig, pin_memory: bool, indices: Sequence[int]) -> _Batch:
@@ -107,12 +108,12 @@ def _read_batch(images: LabelledImages, cfg: EncodeConfig, pin_memory: bool, ind
     read_image = image_reader(images, cfg)
     items: list[_ReadableImage] = []
     pixels = np.empty((len(indices), cfg.resolution, cfg.resolution, 3), np.uint8)
-    unreadable: list[dict] = []
+    unreadable: dict[str, str] = {}
     for index in indices:
         try:
             image = read_image(index)
         except UserError as e:
-            unreadable.append({"name": images.names[index], "problem": str(e)})
+            unreadable[images.names[index]] = str(e)
             continue
         pixels[len(items)] = image.pixels
         jpeg = to_jpeg(image.pixels) if cfg.keep_images == "jpeg" else None
@@ -123,18 +124,18 @@ def _read_batch(images: LabelledImages, cfg: EncodeConfig, pin_memory: bool, ind
 
 def encode_images(
     folder: ShardFolder, images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig, accelerator: Accelerator
-) -> list[dict]:
-    """Encode this process's share of the missing shards and write them. Return the unreadable images.
+) -> dict[str, str]:
+    """Encode this process's share of the missing shards and write them. Return {name: problem} of the unreadable images.
 
     On equal devices, it does not matter for a shard which process encodes it: no batch spans two shards, each image has its own
     noise, and the errors of unreadable images hold nothing that differs between processes.
     `cfg.num_workers` must not be None. If on_error=stop, no shard with an unreadable image is written. If on_error=skip, the
-    shards leave such images out, and the function returns [].
+    shards leave such images out, and the function returns {}.
     """
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     shards = folder.missing[rank::num_processes]
     batch_size = cfg.batch_size
-    unreadable: list[dict] = []
+    unreadable: dict[str, str] = {}
     batch_ranges = [range(i, min(i + batch_size, s.stop)) for s in shards for i in range(s.start, s.stop, batch_size)]
     pin_memory = accelerator.device.type == "cuda"
     batches = map_ahead(partial(_read_batch, images, cfg, pin_memory), batch_ranges, cfg.num_workers)
@@ -145,7 +146,7 @@ def encode_images(
             num_batches = len(range(shard.start, shard.stop, batch_size))
             tensors, left_out, notes = _encode_shard(islice(batches, num_batches), vae, cfg, accelerator.device, bar)
             if left_out and cfg.on_error == "stop":
-                unreadable += left_out
+                unreadable |= left_out
                 continue
             if previous is not None:
                 previous.result()  # at most one shard is queued
@@ -157,16 +158,16 @@ def encode_images(
 
 def _encode_shard(
     batches: Iterable[_Batch], vae: Autoencoder, cfg: EncodeConfig, device: torch.device, bar: tqdm
-) -> tuple[dict[str, Tensor], list[dict], Counter[str]]:
+) -> tuple[dict[str, Tensor], dict[str, str], Counter[str]]:
     """Encode the batches of a shard. Return the tensors, unreadable images and notes for `ShardFolder.write`.
 
     With on_error=stop, encode nothing after the first unreadable image.
     """
     items: list[_ReadableImage] = []
     latents = [_no_latents(vae, cfg)]  # followed by those of each batch
-    left_out: list[dict] = []
+    left_out: dict[str, str] = {}
     for batch in batches:
-        left_out += batch.unreadable
+        left_out |= batch.unreadable
         if batch.items and not (left_out and cfg.on_error == "stop"):
             latents.append(_encode(batch, vae, cfg, device))
             latents[-2] = {name: tensor.cpu() for name, tensor in latents[-2].items()}  # while the device encodes this batch

@@ -91,16 +91,17 @@ def list_and_check_images(cfg: EncodeConfig) -> LabelledImages:
     """List the images. If there are problems and on_error=stop, raise UserError, which also names unreadable images."""
     images = open_labelled_images(cfg.images, cfg.labels)
     if images.problems and cfg.on_error == "stop":
-        problems = dict.fromkeys([*images.problems.values(), *find_unreadable(images, cfg)])
-        raise UserError(f"images={cfg.images}: {list_problems([*problems], REPAIR)}")
+        problems = images.problems | find_unreadable(images, cfg)
+        raise UserError(f"images={cfg.images}: {list_problems([*problems.values()], REPAIR)}")
     return images
 
 
-def find_unreadable(images: LabelledImages, cfg: EncodeConfig) -> list[str]:
-    """Read the first NUM_CHECKED images, and return the errors. `encode_images` finds the other unreadable images."""
-    num_images = min(len(images), NUM_CHECKED)
-    errors = map_ahead(image_reader(images, cfg).error_of, range(num_images), cfg.num_workers)
-    return [error for error in progress_bar(errors, total=num_images, unit="images", desc="checking") if error is not None]
+def find_unreadable(images: LabelledImages, cfg: EncodeConfig) -> dict[str, str]:
+    """Read the first NUM_CHECKED images. Return {name: problem} of the unreadable ones. `encode_images` finds the others."""
+    names = images.names[:NUM_CHECKED]
+    errors = map_ahead(image_reader(images, cfg).error_of, range(len(names)), cfg.num_workers)
+    errors = list(progress_bar(errors, total=len(names), unit="images", desc="checking"))
+    return {name: error for name, error in zip(names, errors) if error is not None}
 
 
 def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:
@@ -120,13 +121,12 @@ def fingerprint_inputs(images: LabelledImages, weights_hash: str, cfg: EncodeCon
     return [FileFingerprint("images", Path(cfg.images), images.hash(0, 1)), weights]
 
 
-def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig) -> tuple[ShardFolder, list[dict]]:
+def plan_shards(
+    images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig
+) -> tuple[ShardFolder, dict[str, str]]:
     """Lock the output folder, rename shards that are out of date, and find the missing shards.
 
-    A shard is out of date, too, if it left out an image that can be read now. With on_error=stop, all shards stay if some have
-    left out images that are still unreadable.
-
-    Return the folder, and {"name", "problem"} for each of these unreadable images. With on_error=skip, there are none.
+    Return the folder, and what `recheck_left_out` returns.
     """
     info = plan_shard_info(images, vae, cfg)
     settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
@@ -134,20 +134,30 @@ def plan_shards(images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
     folder = ShardFolder.open(cfg.output, info, settings, images.hash, len(images))
+    still_unreadable = recheck_left_out(folder, images, cfg)
+    num_missing = len(folder.missing)
+    log.info("%d images in %d classes; %d of %d shards to make", len(images), info.num_classes, num_missing, len(folder.shards))
+    return folder, still_unreadable
+
+
+def recheck_left_out(folder: ShardFolder, images: LabelledImages, cfg: EncodeConfig) -> dict[str, str]:
+    """Read the images again that finished shards have left out, and rename the shards for which one can be read now.
+
+    With on_error=stop, return {name: problem} of those that are still unreadable. If there are any, no shard is renamed, because
+    a command that ends with an error makes no shard again.
+    """
     read_image = image_reader(images, cfg)
     outdated: dict[Path, str] = {}
-    unreadable: list[dict] = []
-    for shard, names in folder.finished.items():
-        errors = {i: read_image.error_of(i) for i in range(shard.start, shard.stop) if images.names[i] in names}
-        if now := [images.names[i] for i, error in errors.items() if error is None]:
-            outdated[shard.file] = f"left out {now[0]}, which can be read now"
-        if cfg.on_error == "stop":
-            unreadable += [{"name": images.names[i], "problem": error} for i, error in errors.items() if error is not None]
-    if not unreadable:  # a command that ends with an error makes no shard again
+    unreadable: dict[str, str] = {}
+    for shard, left_out in folder.finished.items():
+        for index in (i for i in range(shard.start, shard.stop) if images.names[i] in left_out):
+            if (error := read_image.error_of(index)) is None:
+                outdated.setdefault(shard.file, f"left out {images.names[index]}, which can be read now")
+            elif cfg.on_error == "stop":
+                unreadable[images.names[index]] = error
+    if not unreadable:
         folder.rename_outdated(outdated)
-    num_missing, num_classes = len(folder.missing), folder.info.num_classes
-    log.info("%d images in %d classes; %d of %d shards to make", len(images), num_classes, num_missing, len(folder.shards))
-    return folder, unreadable
+    return unreadable
 
 
 def plan_shard_info(images: LabelledImages, vae: Autoencoder, cfg: EncodeConfig) -> ShardInfo:

@@ -126,7 +126,7 @@ class ShardFolder:
         self,
         shard: PlannedShard,
         tensors: dict[str, Tensor],
-        left_out: Sequence[dict] = (),
+        left_out: Mapping[str, str] | None = None,
         notes: Mapping[str, int] | None = None,
     ) -> None:
         """Write a shard.
@@ -134,7 +134,7 @@ class ShardFolder:
         Args:
             tensors: `labels`, int64 [b], `latents` and optional `latents_flip`, float32 [b, C or 2C, H, W], optional images from
                 `pack_images`, and optional `image_hashes`, int64 [b]. By default, the latents are hashed instead.
-            left_out: {"name", "problem"} for each unreadable item.
+            left_out: {name: problem} of the unreadable items.
             notes: Number of items for each note of `common.images.read_rgb`.
         """
         dtype = getattr(torch, self.settings["dtype"])
@@ -144,7 +144,7 @@ class ShardFolder:
         provenance = {
             "settings": self.settings,
             "source": shard.items_hash,
-            "left_out": list(left_out),
+            "left_out": _as_entries(left_out or {}),
             "sums": channel_sums(stored["latents"], self.info.kind).tolist(),
         } | ({"notes": dict(notes)} if notes else {})
         write_atomically(shard.file, serialize_shard(shard.file, self.info, provenance, **stored))
@@ -209,7 +209,7 @@ class ShardFolder:
         Args:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
             sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
-            problems: Messages for skipped links and folders, as {relative path: message}.
+            problems: {name: problem} of the links and folders that are left out.
             entries: Additional entries of the manifest.
 
         Raises:
@@ -219,7 +219,7 @@ class ShardFolder:
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
         left_out = [entry for record in provenance for entry in record["left_out"]]
         names = {entry["name"] for entry in left_out}
-        left_out += [{"name": name, "problem": text} for name, text in (problems or {}).items() if name not in names]
+        left_out += _as_entries({name: problem for name, problem in (problems or {}).items() if name not in names})
         sums = np.sum([record["sums"] for record in provenance], axis=0)
         if not sums.any():
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]['problem']}")
@@ -264,6 +264,11 @@ class ShardFolder:
             if (changed := replace(info, **scale)) != info:
                 blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
                 write_atomically(shard.file, blob)
+
+
+def _as_entries(problems: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return {name: problem} as shards and manifests store it."""
+    return [{"name": name, "problem": problem} for name, problem in problems.items()]
 
 
 def count_left_out(left_out: Sequence[dict]) -> str:
