@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def run_hydra(main: Callable[[S], float | None], config_name: str, settings_class: type[S]) -> None:
-    """Let Hydra run `main` once for each job of the command line, and print every user error as one line.
+    """Let Hydra run `main` once for each job of the command line, and print only the message of a user error.
 
     All errors of Hydra and of its plugins are user errors, because the errors of the jobs are kept and raised after Hydra has
     returned. If a job raised its error, Hydra would print a line about it, too, and would start no further batch of the sweep.

@@ -1,4 +1,4 @@
-"""Call a command, and print every user error as a single line."""
+"""Call a command, and print only the message of a user error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FULL_ERRORS = "HYDRA_FULL_ERROR"  # Hydra's environment variable, which all comm
 
 
 def run_and_print_errors(action: Callable[[], object]) -> None:
-    """Call `action`. Print a UserError as one line and exit with code 1. HYDRA_FULL_ERROR=1 prints the traceback instead."""
+    """Call `action`. Print only the message of a UserError, and exit with code 1.
+
+    The message is one line, or a line for each of several problems. HYDRA_FULL_ERROR=1 prints the traceback, too.
+    """
     prepare_streams()
     if not any(word.startswith(("-i", "--info")) for word in sys.argv[1:]):  # Hydra logs this text to stdout itself
         log_to_stderr()

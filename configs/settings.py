@@ -62,7 +62,7 @@ def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] =
         texts = _texts_for_numbers(e.errors(), raw, as_written)
         if not texts:
             known = {**flatten(raw), **settings_class.__pydantic_fields__}
-            messages = [_describe_error(error, raw, known) for error in e.errors()]
+            messages = [f"{_describe_error(error, raw)}{_advise(error, raw, known)}" for error in e.errors()]
             raise UserError("\n".join(dict.fromkeys(messages))) from e
     return validate(_replace(raw, texts), settings_class)
 
@@ -92,7 +92,7 @@ def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
 
 
 def _key_of_error(error: dict, raw: dict) -> str:
-    """Return the dotted key of pydantic's error. Union branches, which pydantic adds to the key's path, are omitted."""
+    """Return the dotted key that pydantic's error is about. Union branches, which pydantic adds to its path, are omitted."""
     path: list[str] = []
     value = raw
     for part in error["loc"]:
@@ -102,26 +102,49 @@ def _key_of_error(error: dict, raw: dict) -> str:
         elif isinstance(value, list) and isinstance(part, int):
             path[-1] += f"[{part}]"
             value = value[part]
+    if error["type"] == "missing":
+        path.append(str(error["loc"][-1]))
     return ".".join(path)
 
 
-def _describe_error(error: dict, raw: dict, known: Iterable[str]) -> str:
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's error types
+
+
+def _describe_error(error: dict, raw: dict) -> str:
     """Format the wrong key, its value and pydantic's message."""
     key = _key_of_error(error, raw)
     if error["type"] == "missing":
-        return f"{key}.{error['loc'][-1]}= is missing".removeprefix(".")
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{key} is not a key{did_you_mean(key, known)}"
+        return f"{key}= is missing"
+    if error["type"] in _UNKNOWN_KEY:
+        return f"{key} is not a key"
     if error["type"] == "value_error":  # raised by one of our validators
         return f"{key}: {error['ctx']['error']}".removeprefix(": ")
     if error["input"] is None:
         return f"{key} is not set: {error['msg']}"
-    hint = f"""; quote text that looks like a number twice: '{key}="..."'""" if _is_number_for_text(error) else ""
-    return f"{key}={error['input']!r:.100}: {error['msg']}{hint}"
+    return f"{key}={error['input']!r:.100}: {error['msg']}"
+
+
+def _advise(error: dict, raw: dict, known: Iterable[str]) -> str:
+    """Return what may help a user who typed the wrong key or value, as the end of its description, or no text."""
+    key = _key_of_error(error, raw)
+    if error["type"] in _UNKNOWN_KEY:
+        return did_you_mean(key, known)
+    return f"""; quote text that looks like a number twice: '{key}="..."'""" if _is_number_for_text(error) else ""
 
 
 def _is_number_for_text(error: dict) -> bool:
     return error["type"] == "string_type" and type(error["input"]) in (int, float)
+
+
+def describe_errors(error: ValidationError, raw: dict) -> str:
+    """Return one line for `raw`, the content of a file: all unknown keys, all missing keys, and the first 20 wrong values."""
+    errors = error.errors()
+    unknown = [_key_of_error(e, raw) for e in errors if e["type"] in _UNKNOWN_KEY]
+    missing = [_key_of_error(e, raw) for e in errors if e["type"] == "missing"]
+    problems = [f"{what}: {', '.join(keys)}" for what, keys in {"unknown keys": unknown, "missing keys": missing}.items() if keys]
+    wrong = [_describe_error(e, raw).replace("\n", "; ") for e in errors if e["type"] not in (*_UNKNOWN_KEY, "missing")]
+    more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+    return "; ".join([*problems, *dict.fromkeys(wrong[:20]), *more])
 
 
 def read_stored(raw: dict, settings_class: type[S], source: object) -> S:
@@ -141,17 +164,9 @@ def read_stored(raw: dict, settings_class: type[S], source: object) -> S:
     try:
         settings = settings_class.model_validate(raw)
     except ValidationError as e:
-        keys: dict[str, list[str]] = {"unknown keys": [], "missing keys": []}
-        for error in e.errors():
-            if error["type"] == "missing":
-                keys["missing keys"].append(f"{_key_of_error(error, raw)}.{error['loc'][-1]}".removeprefix("."))
-            elif error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-                keys["unknown keys"].append(_key_of_error(error, raw))
-            else:
-                problems.append(_describe_error(error, raw, ()).replace("\n", "; "))
-        problems = [f"{what}: {', '.join(names)}" for what, names in keys.items() if names] + problems
+        problems.insert(0, describe_errors(e, raw))
     if problems:
-        raise UserError(f"{source} cannot be read: {'; '.join(dict.fromkeys(problems))}")
+        raise UserError(f"{source} cannot be read: {'; '.join(problems)}")
     return settings
 
 

@@ -27,6 +27,7 @@ from common.files import hash_bytes, pop_format, read_json, regular_file, write_
 from common.images import hash_pixels
 from common.randomness import SampleRandom
 from common.types import MAX_CLASSES, Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
+from configs.settings import describe_errors
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
 UNFINISHED = ".unfinished"  # lock file, which `ShardFolder` removes after all shards are written
@@ -139,9 +140,7 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
     try:
         info = ShardInfo(**metadata)
     except pydantic.ValidationError as e:
-        error = e.errors()[0]
-        key, message = ".".join(map(str, error["loc"])), error["msg"]
-        raise UserError(f"{file} is not a latent shard: in its header, {key}: {message}") from e
+        raise UserError(f"{file} is not a latent shard: in its header, {describe_errors(e, metadata)}") from e
     _check_tensors(file, info, shard)
     return info, shard, starts
 
@@ -233,10 +232,8 @@ def read_manifest(folder: Path | str | None) -> dict:
     try:
         _Manifest.model_validate(manifest)
     except pydantic.ValidationError as e:
-        error = e.errors()[0]
-        problem = f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
         remedy = "make the folder again, or remove this file"
-        raise UserError(f"{file} is not a manifest of latent shards ({problem}); {remedy}") from e
+        raise UserError(f"{file} is not a manifest of latent shards ({describe_errors(e, manifest)}); {remedy}") from e
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""What commands print and return: one line for a user's error, a traceback for a bug, sweeps, help."""
+"""What commands print and return: a message for a user's error, a traceback for a bug, sweeps, help."""
 
 import io
 import multiprocessing

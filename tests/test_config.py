@@ -362,8 +362,8 @@ def test_stored_settings_are_read_as_this_version_means_them():
     with pytest.raises(UserError) as error:
         read_stored(other, Run, "x.yaml")
     assert str(error.value) == (
-        "x.yaml cannot be read: unknown keys: route.speed, epochs; missing keys: name; route.shuffle=True, but this version has "
-        "no such key and always uses False; route.ratio='half': Input should be a valid number"
+        "x.yaml cannot be read: unknown keys: route.speed, epochs; missing keys: name; route.ratio='half': Input should be a "
+        "valid number; route.shuffle=True, but this version has no such key and always uses False"
     )
 
 

@@ -273,11 +273,11 @@ def test_a_shard_without_channels_and_a_manifest_of_other_types_are_named(tmp_pa
     with pytest.raises(UserError, match="a.safetensors holds .*; a latent shard needs latents .* with C, H and W above 0"):
         LatentDataset(tmp_path)
     for content, words in (
-        ({"shards": [1], "settings": {}}, "shards: Input should"),
-        ({"shards": {"a": 1}, "settings": {}}, "shards.a: Input should"),
-        ({"shards": {}, "settings": 3}, "settings: Input should"),
-        ({"shards": {}, "settings": {}, "class_names": 3}, "class_names: Input should"),
-        ([], "shards: Field required"),
+        ({"shards": [1], "settings": {}}, "shards=.1.: Input should"),
+        ({"shards": {"a": 1}, "settings": {}}, "shards.a=1: Input should"),
+        ({"shards": {}, "settings": 3}, "settings=3: Input should"),
+        ({"shards": {}, "settings": {}, "class_names": 3}, "class_names=3: Input should"),
+        ([], "missing keys: shards, settings.; make the folder again, or remove this file$"),
     ):
         (tmp_path / "manifest.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({words}"):
