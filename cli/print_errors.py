@@ -29,7 +29,7 @@ def run_and_print_errors(action: Callable[[], object]) -> None:
             action()
             disconnect_processes()
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; run the same command again to finish\n")  # not every command resumes
+        sys.stderr.write("stopped; run the same command again, which resumes or starts over\n")
         sys.exit(128 + signal.SIGINT)
     except UserError as error:
         if wants_tracebacks():

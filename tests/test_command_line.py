@@ -41,8 +41,9 @@ def test_user_errors_and_ctrl_c_print_one_line_and_bugs_keep_their_traceback(mon
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit, match=r"^error \(process 0\): no luck$"):
         run_and_print_errors(lambda: fail(UserError("no luck")))
-    # Commands such as `prepare_latents.py inspect` start over, so the line promises no resume.
-    assert left.value.code == 130 and capsys.readouterr().err.endswith("stopped; run the same command again to finish\n")
+    # `prepare_latents.py inspect`, for example, starts over.
+    assert left.value.code == 130
+    assert capsys.readouterr().err.endswith("stopped; run the same command again, which resumes or starts over\n")
     monkeypatch.setenv(FULL_ERRORS, "1")
     with pytest.raises(UserError):
         run_and_print_errors(lambda: fail(UserError("no")))
