@@ -5,49 +5,53 @@ from __future__ import annotations
 import math
 import os
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
 
 from common.errors import UserError
 from common.files import REPOSITORY
 from configs.schema import TrainConfig
 from configs.settings import Settings
-from runtime.job import submitit_executor, was_launched_with_others
+from runtime.job import is_sweep, submitit_executor, was_launched_with_others
 
 SEARCHERS = {"optuna", "ax", "nevergrad"}  # Hydra's sweepers that minimise what a job returns
 
 
-def check_hydra_launcher(hydra_cfg: DictConfig, is_sweep: bool) -> None:
+def hydra_launcher() -> str:
+    """Return the launcher of Hydra that starts the jobs. With `basic`, this process runs them itself, one after another."""
+    return HydraConfig.get().runtime.choices["hydra/launcher"]
+
+
+def check_hydra_launcher() -> None:
     """Raise UserError if a launcher of Hydra starts no jobs, or if another launcher started the processes."""
-    launcher = hydra_cfg.runtime.choices["hydra/launcher"]
-    if launcher != "basic" and not is_sweep:
+    launcher = hydra_launcher()
+    if launcher != "basic" and not is_sweep():
         raise UserError(f"hydra/launcher={launcher} starts jobs only with -m, and without it, this shell would do the work")
     if was_launched_with_others() and launcher != "basic":
         raise UserError(f"hydra/launcher={launcher} starts the processes itself; start the sweep with python")
 
 
-def is_plain_sweep(hydra_cfg: DictConfig) -> bool:
-    """Return whether this process runs the jobs of a sweep itself, one after another, and none is chosen by a search."""
-    choices = hydra_cfg.runtime.choices
-    return choices["hydra/launcher"] == "basic" and choices["hydra/sweeper"] == "basic"
+def passes_errors_on() -> bool:
+    """Return whether Hydra passes the error of a job on, to the process of the sweep or to a search."""
+    return is_sweep() and (hydra_launcher(), HydraConfig.get().runtime.choices["hydra/sweeper"]) != ("basic", "basic")
 
 
-def searcher_of(hydra_cfg: DictConfig) -> str | None:
+def searcher() -> str | None:
     """Return the sweeper of a sweep if it searches for the lowest metric."""
-    return next((name for name in SEARCHERS if f".hydra_{name}" in hydra_cfg.sweeper._target_), None)
+    return next((name for name in SEARCHERS if is_sweep() and f".hydra_{name}" in HydraConfig.get().sweeper._target_), None)
 
 
-def check_search(hydra_cfg: DictConfig, settings: Settings) -> None:
+def check_search(settings: Settings) -> None:
     """Raise UserError if a search would get no metric from its training runs."""
-    if searcher_of(hydra_cfg) and isinstance(settings, TrainConfig) and not settings.is_evaluated:
+    if searcher() and isinstance(settings, TrainConfig) and not settings.is_evaluated:
         remedy = "set evaluation.every and evaluation.reference"
         raise UserError(f"a search needs a metric, but the runs have no evaluations; {remedy}")
 
 
-def worst_metric(hydra_cfg: DictConfig) -> float | None:
+def worst_metric() -> float | None:
     """Return the metric of a run that diverged, with which a search avoids its settings, or None if it is an error."""
-    if searcher_of(hydra_cfg) not in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
+    if searcher() not in ("optuna", "nevergrad"):  # Ax's model needs finite metrics
         return None
-    return -math.inf if "max" in str(hydra_cfg.sweeper.get("direction")).lower() else math.inf
+    return -math.inf if "max" in str(HydraConfig.get().sweeper.get("direction")).lower() else math.inf
 
 
 def python_path() -> str:

@@ -25,9 +25,14 @@ def job_overrides() -> list[str]:
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 
+def is_sweep() -> bool:
+    """Return whether the job is one of a sweep of Hydra (-m)."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def command_of_run() -> list[str]:
     """Return the command line of this process. In a sweep of Hydra, it is the command of this run alone."""
-    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if is_sweep():
         return ["python", f"{HydraConfig.get().job.name}.py", *job_overrides()]
     return ["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]
 
