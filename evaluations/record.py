@@ -31,7 +31,7 @@ from common.files import (
 from common.progress import log_if_slow
 from common.types import FiniteFloat, NonNegativeFloat, NonNegativeInt
 from configs.settings import validate
-from evaluations.result_settings import comparable_settings
+from evaluations.result_settings import RESULT_SETTINGS, ResultSetting
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     Attributes:
         run: Name of the folder of the run, or None for images on disk.
-        step: Number of training steps, or None for images on disk.
+        step: Number of training steps. None for images on disk, and in the plan of a run, which evaluates at several steps.
         checkpoint: Hash of the checkpoint, or None if the run evaluated itself at this step.
         settings: All settings that the figures depend on besides the weights, by name (see `evaluations.result_settings`).
     """
@@ -65,7 +65,32 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
 
         The hash of the checkpoint identifies the weights. If the run evaluated itself, its step does, and images have none.
         """
-        return self.checkpoint or self.step, frozenset(comparable_settings(self.settings).items())
+        return self.checkpoint or self.step, frozenset(self.comparable_settings.items())
+
+    @property
+    def comparable_settings(self) -> dict[str, object]:
+        """The settings without paths, and without values that a missing setting means. Lists become text, which can be hashed.
+
+        Evaluations in which these are equal measure in the same way.
+        """
+
+        def counts(name: str, value: object) -> bool:
+            setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
+            return setting.kind != "path" and value != setting.value_if_missing
+
+        values = {name: value for name, value in self.settings.items() if counts(name, value)}
+        return {name: json.dumps(value) if isinstance(value, (list, tuple, dict)) else value for name, value in values.items()}
+
+    @property
+    def ranking_group(self) -> tuple:
+        """The values in which evaluations must agree to be ranked: equally many, equally drawn images, the same reference."""
+        values = self.comparable_settings
+        return tuple(values.get(name) for name, setting in RESULT_SETTINGS.items() if setting.separates_ranking)
+
+    @property
+    def guidance(self) -> dict[str, object]:
+        """The settings of the guidance, as `guidance_for_results` names them, and the hash of its checkpoint."""
+        return {name: value for name, value in self.settings.items() if name.partition(".")[0] in ("cfg_scale", "guidance")}
 
     def with_figures(
         self,

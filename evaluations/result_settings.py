@@ -5,8 +5,6 @@ The keys of sampler and guidance are settings, too. Records hold only those that
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from common.interfaces import Sampler
@@ -54,26 +52,6 @@ RESULT_SETTINGS = {
 HASHES = [name for name, setting in RESULT_SETTINGS.items() if setting.kind == "hash"]
 
 
-def comparable_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings without paths, and without values that a missing setting means. Lists become text, which can be hashed.
-
-    Evaluations in which these are equal measure in the same way.
-    """
-
-    def counts(name: str, value: object) -> bool:
-        setting = RESULT_SETTINGS.get(name, ResultSetting("value"))  # sampler and guidance settings are values
-        return setting.kind != "path" and value != setting.value_if_missing
-
-    values = {name: value for name, value in settings.items() if counts(name, value)}
-    return {name: json.dumps(value) if isinstance(value, (list, tuple, dict)) else value for name, value in values.items()}
-
-
-def ranking_group(settings: Mapping[str, object]) -> tuple:
-    """Return the values in which evaluations must agree to be ranked: equally many, equally drawn images, the same reference."""
-    values = comparable_settings(settings)
-    return tuple(values.get(name) for name, setting in RESULT_SETTINGS.items() if setting.separates_ranking)
-
-
 def sampler_for_results(sampler: Sampler) -> dict[str, object]:
     """Return num_steps and all sampler settings that differ from their default values."""
     default = vars(type(sampler)())
@@ -89,8 +67,3 @@ def guidance_for_results(settings: GuidanceSettings) -> dict[str, object]:
         return given
     scale = {"cfg_scale": given.pop("cfg_scale")} if "cfg_scale" in given else {}
     return {"guidance": settings.name, **scale, **{f"guidance.{key}": value for key, value in given.items()}}
-
-
-def guidance_fields(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that `guidance_for_results` wrote."""
-    return {key: value for key, value in settings.items() if key.partition(".")[0] in ("cfg_scale", "guidance")}

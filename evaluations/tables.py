@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from common.files import write_atomically
 from evaluations.metrics import standard_error
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results
-from evaluations.result_settings import HASHES, ranking_group
+from evaluations.result_settings import HASHES
 from evaluations.suite import format_metric
 
 ALWAYS_COLUMNS = ("num_samples",)  # a figure of 5,000 samples must not look like one of 50,000
@@ -43,7 +43,7 @@ class ResultsTable:
         self.records, self.columns, self.primary_metric = records, [dict(row) for row in columns], primary_metric
         self.metrics = {name for record in records for name in record.metrics}
         ranked: dict[tuple, list[EvaluationRecord]] = {}
-        groups = [ranking_group(record.settings) for record in records]
+        groups = [record.ranking_group for record in records]
         for record, group in zip(records, groups):
             ranked.setdefault(group, []).extend([record] if primary_metric in record.metrics else [])
         self.marks = [self._mark(record, ranked[group]) for record, group in zip(records, groups)]

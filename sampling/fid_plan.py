@@ -28,7 +28,7 @@ from latents.shards import read_manifest
 from runtime.processes import FileFingerprint
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import Recipe, find_weak_checkpoint, fingerprint_files_of
-from sampling.score import scoring_settings, settings_of_samples
+from sampling.score import plan_evaluations, scoring_settings
 
 log = logging.getLogger(__name__)
 
@@ -219,21 +219,9 @@ def points_of_recipes(recipes: Sequence[Recipe], scoring: dict[str, object], out
         scoring: The `scoring_settings` of the command.
         output: Folder of the results, or None for the folders of the runs.
     """
-    planned: dict[tuple, tuple[PlannedEvaluation, Recipe]] = {}  # by key, because intervals have no effect at cfg_scale=1
-    for recipe in recipes:
-        checkpoint, folder = recipe.checkpoint, recipe.checkpoint.path
-        name = (checkpoint.run_folder or folder.resolve().parent).name
-        evaluation = PlannedEvaluation(
-            # What training measured at a step is not that of another folder with this step, such as a backup.
-            run=name if folder.name == store.folder_name(checkpoint.step) else f"{name}/{folder.name}",
-            step=checkpoint.step,
-            checkpoint=checkpoint.hash,
-            settings=settings_of_samples(recipe, recipe.config.evaluation, scoring),
-        )
-        planned.setdefault(evaluation.key, (evaluation, recipe))
-    checkpoints = list(dict.fromkeys(recipe.checkpoint for _, recipe in planned.values()))
-    results = open_results(output, checkpoints)
-    return [FidPoint(evaluation, results[recipe.checkpoint], recipe) for evaluation, recipe in planned.values()]
+    planned = plan_evaluations(recipes, scoring)
+    results = open_results(output, list(dict.fromkeys(recipe.checkpoint for _, recipe in planned)))
+    return [FidPoint(evaluation, results[recipe.checkpoint], recipe) for evaluation, recipe in planned]
 
 
 def open_results(output: str | None, checkpoints: Sequence[Checkpoint]) -> dict[Checkpoint, Results]:

@@ -21,7 +21,6 @@ from configs.differences import differences_by_role
 from configs.sampling_schema import EvaluationOverrides, Overrides
 from configs.schema import GuidanceSettings, TrainConfig, Weights
 from dit import DiT
-from evaluations.result_settings import guidance_for_results, sampler_for_results
 from guidance import GUIDANCES, Guidance, GuidanceInputs
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
@@ -100,28 +99,6 @@ class Recipe:
 
             average = posthoc_ema.find_average(checkpoint, weights, length)
         return cls.build(config, chosen.guidance or config.guidance[-1], checkpoint, weights, average, find_weak)
-
-    def result_settings(self) -> dict:
-        """Return what samples depend on besides the checkpoint, by the names in results.
-
-        Sampler settings with default values are omitted, except num_steps. `precision` is a metric, so that the networks'
-        precision is called `network_precision`.
-        """
-        sampling = self.config.sampling
-        settings = {
-            "weights": self.weights,
-            **guidance_for_results(self.guidance),
-            **sampler_for_results(self.config.sampler),
-            "ema_length": self.average and self.average.length,
-            "network_precision": sampling.precision,
-            "labels": sampling.labels,
-            "rounding": sampling.rounding,
-            "autoencoder": sampling.autoencoder,
-            "autoencoder_hash": self.autoencoder_hash,
-            "guidance.checkpoint_hash": self.weak and self.weak.hash,
-            "ema_hash": self.average and self.average.hash,
-        }
-        return {name: value for name, value in settings.items() if value is not None}
 
     @property
     def weights_source(self) -> tuple[Checkpoint | None, str | WeightAverage]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from checkpoints import store
 from configs import schema
 from evaluations.features import Features
 from evaluations.images import ImageSet
 from evaluations.record import EvaluationRecord, PlannedEvaluation
+from evaluations.result_settings import guidance_for_results, sampler_for_results
 from runtime.processes import on_main
 from sampling.evaluator import Evaluator, hash_weights
 from sampling.recipe import Recipe
@@ -29,14 +31,51 @@ def scoring_settings(evaluation: schema.SharedEvaluationSettings, reference: Ima
     }
 
 
-def settings_of_samples(
-    recipe: Recipe, evaluation: schema.SharedEvaluationSettings, scoring: dict[str, object]
-) -> dict[str, object]:
-    """Return what the figures of samples depend on besides the checkpoint, by the names in results.
+def plan_evaluation(recipe: Recipe, scoring: Mapping[str, object]) -> PlannedEvaluation:
+    """Return what an evaluation of a recipe's samples measures, at no step yet for a network in training.
 
-    `scoring` are the `scoring_settings`.
+    Sampler settings with default values are omitted, except num_steps. `precision` is a metric, so that the networks' precision
+    is called `network_precision`.
+
+    Args:
+        scoring: The `scoring_settings` of the command.
     """
-    return recipe.result_settings() | evaluation.model_dump(include={"num_samples", "first_seed"}) | scoring
+    config, checkpoint, average = recipe.config, recipe.checkpoint, recipe.average
+    settings = {
+        "weights": recipe.weights,
+        **guidance_for_results(recipe.guidance),
+        **sampler_for_results(config.sampler),
+        "ema_length": average and average.length,
+        "network_precision": config.sampling.precision,
+        "labels": config.sampling.labels,
+        "rounding": config.sampling.rounding,
+        "autoencoder": config.sampling.autoencoder,
+        "autoencoder_hash": recipe.autoencoder_hash,
+        "guidance.checkpoint_hash": recipe.weak and recipe.weak.hash,
+        "ema_hash": average and average.hash,
+        "num_samples": config.evaluation.num_samples,
+        "first_seed": config.evaluation.first_seed,
+        **scoring,
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if checkpoint is None:
+        return PlannedEvaluation(run=config.name, settings=settings)
+    run = (checkpoint.run_folder or checkpoint.path.resolve().parent).name
+    if checkpoint.path.name != store.folder_name(checkpoint.step):
+        run += f"/{checkpoint.path.name}"  # what training measured at a step is not that of another folder, such as a backup
+    return PlannedEvaluation(run=run, step=checkpoint.step, checkpoint=checkpoint.hash, settings=settings)
+
+
+def plan_evaluations(recipes: Iterable[Recipe], scoring: Mapping[str, object]) -> list[tuple[PlannedEvaluation, Recipe]]:
+    """Return each recipe with the evaluation of its samples (`plan_evaluation`), without recipes that measure the same.
+
+    For example, intervals have no effect at cfg_scale=1.
+    """
+    planned: dict[tuple, tuple[PlannedEvaluation, Recipe]] = {}
+    for recipe in recipes:
+        evaluation = plan_evaluation(recipe, scoring)
+        planned.setdefault(evaluation.key, (evaluation, recipe))
+    return [*planned.values()]
 
 
 def score_samples(

@@ -24,7 +24,8 @@ from cli.compose import compose_overrides, parse_config
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.sampling_schema import FidConfig, SampleConfig
-from evaluations.result_settings import RESULT_SETTINGS, guidance_fields
+from evaluations.record import PlannedEvaluation
+from evaluations.result_settings import RESULT_SETTINGS
 from latents.shards import ShardInfo, write_shard
 from runtime import machine
 
@@ -241,8 +242,8 @@ def results(folder):
     samplers = (resolve_name(diffusion).Sampler for diffusion in schema.DIFFUSIONS.values())
     keys = {*RESULT_SETTINGS, *(field.name for sampler in samplers for field in fields(sampler))}
     for line in lines:
-        settings = line["settings"]
-        assert settings.keys() - guidance_fields(settings).keys() - keys == set()
+        evaluation = PlannedEvaluation(settings=line["settings"])
+        assert evaluation.settings.keys() - evaluation.guidance.keys() - keys == set()
     return lines
 
 

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from checkpoints.run import RunFolder
 from common.interfaces import TokenAlignment
 from configs import schema
-from evaluations.result_settings import guidance_fields
 from latents import autoencoders
 from latents.dataset import LatentDataset
 from runtime.compilation import compile_network, resolve_compile
@@ -65,12 +64,11 @@ def build_sampling_hooks(
     if plan.grid_recipe:
         image_sampler = plan.grid_recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
         active.append(hooks.SampleGridHook(run, cfg.sample_grid.every, image_sampler))
-    if plan.evaluation_recipes:
+    if plan.evaluations:
         cache = run.results.reference_cache
         evaluator = build_evaluator(cfg.evaluation, accelerator, plan.reference, cfg.sampling.batch_size, cache)
-        names = hooks.names_of_guidances([guidance_fields(recipe.result_settings()) for recipe in plan.evaluation_recipes])
-        for recipe, name in zip(plan.evaluation_recipes, names):
-            image_sampler = recipe.build_image_sampler(ema.net, decoder, device, compile_mode)
-            every, scoring = cfg.evaluation.every, plan.scoring
-            active.append(hooks.SampleEvaluationHook(run.results, every, evaluator, recipe, image_sampler, scoring, name))
+        names = hooks.names_of_guidances([evaluation.guidance for evaluation, _ in plan.evaluations])
+        for (evaluation, recipe), name in zip(plan.evaluations, names):
+            image_sampler, every = recipe.build_image_sampler(ema.net, decoder, device, compile_mode), cfg.evaluation.every
+            active.append(hooks.SampleEvaluationHook(run.results, every, evaluator, image_sampler, evaluation, name))
     return active

@@ -17,9 +17,8 @@ from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, low
 from evaluations.suite import display_name, format_metrics, metrics_for
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
-from sampling.recipe import Recipe
 from sampling.sampler import ImageSampler
-from sampling.score import score_samples, settings_of_samples
+from sampling.score import score_samples
 from training.tracking import track, track_grid
 from training.trainer import Trainer
 
@@ -135,20 +134,19 @@ class SampleEvaluationHook(EvaluationHook):
     """A hook that scores samples of one guidance.
 
     Attributes:
-        scoring: What the scores depend on besides the samples (`scoring_settings`), when the evaluator was built.
+        evaluation: What the hook measures, except the step and the number of samples, which depends on it.
         name: Name of the guidance in logs (see `names_of_guidances`).
     """
 
     evaluator: Evaluator
-    recipe: Recipe
     image_sampler: ImageSampler
-    scoring: dict[str, object]
+    evaluation: PlannedEvaluation
     name: str
 
     def planned(self, trainer: Trainer) -> PlannedEvaluation:
-        evaluation = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps)
-        settings = settings_of_samples(self.recipe, evaluation, self.scoring)
-        return PlannedEvaluation(run=trainer.cfg.name, step=trainer.step, settings=settings)
+        num_samples = trainer.cfg.evaluation.at_step(trainer.step, trainer.cfg.train.num_steps).num_samples
+        settings = self.evaluation.settings | {"num_samples": num_samples}
+        return self.evaluation.model_copy(update={"step": trainer.step, "settings": settings})
 
     def evaluate(self, trainer: Trainer, planned: PlannedEvaluation) -> EvaluationRecord:
         return score_samples(self.evaluator, self.image_sampler, planned, trainer.dataset.class_names, trainer.stop.poll)[0]

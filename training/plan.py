@@ -9,11 +9,12 @@ from pathlib import Path
 from checkpoints.run import RunFolder
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
+from evaluations.record import PlannedEvaluation
 from latents.dataset import LatentDataset
 from runtime.processes import FileFingerprint, fingerprint_file, fingerprint_folder
 from sampling.evaluator import fingerprint_weights, open_reference
 from sampling.recipe import FindWeak, Recipe, find_weak_checkpoint, fingerprint_files_of
-from sampling.score import scoring_settings
+from sampling.score import plan_evaluations, scoring_settings
 from training import tracking
 from training.start import RunStart, decide_start
 
@@ -25,20 +26,18 @@ class TrainPlan:
     Attributes:
         start: How the command starts the run, and with which checkpoint.
         grid_recipe: Recipe of the sample grids, or None without grids.
-        evaluation_recipes: Recipe for each guidance whose samples are scored.
+        evaluations: For each guidance whose samples are scored, what this measures, and the recipe of the samples.
         reference: Images with which these samples are compared, or None.
-        scoring: What the scores depend on besides the samples (`scoring_settings`).
     """
 
     start: RunStart
     grid_recipe: Recipe | None
-    evaluation_recipes: list[Recipe]
+    evaluations: list[tuple[PlannedEvaluation, Recipe]]
     reference: ImageSet | None
-    scoring: dict[str, object]
 
     @property
     def recipes(self) -> list[Recipe]:
-        return [*self.evaluation_recipes, *([self.grid_recipe] if self.grid_recipe else [])]
+        return [*(recipe for _, recipe in self.evaluations), *([self.grid_recipe] if self.grid_recipe else [])]
 
     def file_fingerprints(
         self, cfg: TrainConfig, dataset: LatentDataset, validation: LatentDataset | None
@@ -69,9 +68,8 @@ def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> T
         run.results.ensure_writable()
     find_weak = cache(find_weak_checkpoint)
     grid = plan_grid(cfg, find_weak)
-    evaluation_recipes = plan_evaluation_recipes(cfg, find_weak)
-    reference, scoring = plan_scoring(cfg, dataset) if evaluation_recipes else (None, {})
-    return TrainPlan(start, grid, evaluation_recipes, reference, scoring)
+    evaluations, reference = plan_scores(cfg, dataset, find_weak)
+    return TrainPlan(start, grid, evaluations, reference)
 
 
 def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
@@ -80,23 +78,14 @@ def plan_grid(cfg: TrainConfig, find_weak: FindWeak) -> Recipe | None:
     return Recipe.build(cfg, cfg.guidance[-1], find_weak=find_weak)
 
 
-def plan_evaluation_recipes(cfg: TrainConfig, find_weak: FindWeak) -> list[Recipe]:
-    """Return a recipe for each guidance with other samples. There is none if only the validation loss is measured."""
+def plan_scores(
+    cfg: TrainConfig, dataset: LatentDataset, find_weak: FindWeak
+) -> tuple[list[tuple[PlannedEvaluation, Recipe]], ImageSet | None]:
+    """Plan the evaluations of samples, and open the reference. There are none if only the validation loss is measured."""
     evaluation = cfg.evaluation
     if not evaluation.every or (evaluation.validation and evaluation.reference is None):
-        return []
-    recipes: list[Recipe] = []
-    for guidance in cfg.guidance:
-        recipe = Recipe.build(cfg, guidance, find_weak=find_weak)
-        # For example, intervals have no effect at cfg_scale=1.
-        if all(recipe.result_settings() != other.result_settings() for other in recipes):
-            recipes.append(recipe)
-    return recipes
-
-
-def plan_scoring(cfg: TrainConfig, dataset: LatentDataset) -> tuple[ImageSet, dict[str, object]]:
-    """Open the reference. Return it, and what the scores depend on besides the samples."""
-    evaluation = cfg.evaluation
+        return [], None
+    recipes = [Recipe.build(cfg, guidance, find_weak=find_weak) for guidance in cfg.guidance]
     reference = open_reference(
         evaluation.reference,
         "evaluation.reference",
@@ -105,4 +94,4 @@ def plan_scoring(cfg: TrainConfig, dataset: LatentDataset) -> tuple[ImageSet, di
         background=evaluation.background,
         encoded_with=[dataset.encode_settings],
     )
-    return reference, scoring_settings(evaluation, reference)
+    return plan_evaluations(recipes, scoring_settings(evaluation, reference)), reference

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from evaluations.result_settings import comparable_settings, sampler_for_results
+from evaluations.record import PlannedEvaluation
+from evaluations.result_settings import sampler_for_results
 from extras.report.rows import changes_of, config_of_row, identity_of, runs_of_other_rows
 from extras.report.runs import LOSS, UNGUIDED, Measure, Run, without_seed
 
@@ -77,10 +78,10 @@ class Experiment:
         """Return whether a figure is of the row's last step, sampled as the row samples from the EMA of the checkpoint."""
         row = config_of_row(self.row.get("name"), self.runs[0])
         sampling = row.sampling.model_dump(include={"labels", "rounding"}) | {"network_precision": row.sampling.precision}
-        expected = comparable_settings({"weights": "ema", **sampling, **sampler_for_results(row.sampler)})
+        expected = PlannedEvaluation(settings={"weights": "ema", **sampling, **sampler_for_results(row.sampler)})
         free = ["reference", "first_seed", "dinov2_weights", *(["detector_weights"] if row.evaluation.detector_weights else [])]
         values = {key: value for key, value in measure.other_settings if key not in free}
-        return step == self.identity["train.num_steps"] and values == expected
+        return step == self.identity["train.num_steps"] and values == expected.comparable_settings
 
     def paper(self, measure: Measure) -> float | None:
         """Return the paper's figure for the same number of samples, or None if it is missing or the runs changed the row."""

@@ -22,7 +22,6 @@ from common.images import walk
 from common.types import NonNegativeInt
 from configs.schema import TrainConfig
 from evaluations.record import EvaluationRecord, read_records
-from evaluations.result_settings import comparable_settings, guidance_fields
 from evaluations.tables import format_settings
 
 UNGUIDED = "none"
@@ -135,16 +134,15 @@ class Run:
 
     def add(self, record: EvaluationRecord) -> None:
         """Add the figures of an evaluation of this run."""
-        settings = comparable_settings(record.settings)
-        guidance = guidance_fields(settings)
-        others = {key: value for key, value in sorted(settings.items()) if key not in (*guidance, *OMITTED)}
+        settings = record.comparable_settings
+        guidance = {key: value for key, value in settings.items() if key in record.guidance and key != "guidance.checkpoint_hash"}
+        others = {key: value for key, value in sorted(settings.items()) if key not in (*record.guidance, *OMITTED)}
         if others.get("autoencoder") == self.cfg.sampling.autoencoder:
             others.pop("autoencoder", None)
         name, digest = record.settings.get("reference"), settings.get("reference_hash")
         others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
-        if weak := record.settings.get("guidance.checkpoint"):  # runs with other seeds have their own checkpoints
+        if weak := record.guidance.get("guidance.checkpoint"):  # runs with other seeds have their own checkpoints
             guidance["guidance.checkpoint"] = without_seed(str(weak))
-        guidance.pop("guidance.checkpoint_hash", None)
         for metric, value in record.metrics.items():
             measure = Measure(metric, settings["num_samples"], tuple(guidance.items()), tuple(others.items()))
             self.figures.setdefault(measure, {})[record.step] = value
