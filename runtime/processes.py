@@ -93,6 +93,12 @@ def gather_lists(items: list[T]) -> list[T]:
     return [item for part in gathered for item in part]
 
 
+def own_share(num_items: int) -> range:
+    """Return the items that this process works on. `gather_lists` then returns the results for all items in order."""
+    rank, num_processes = (0, 1) if _group is None else (dist.get_rank(), dist.get_world_size())
+    return range(num_items * rank // num_processes, num_items * (rank + 1) // num_processes)
+
+
 def gather_on_main(tensor: Tensor) -> list[Tensor]:
     """Gather tensors of equal shape from several processes in host memory on the main process. Other processes receive []."""
     tensor = tensor.cpu().contiguous()

@@ -46,6 +46,8 @@ if what == "wait":
         processes.on_main(fail)
     except UserError as e:
         found.append(str(e))
+    mine = [(item, rank) for item in processes.own_share(5)]
+    found.append(processes.gather_lists(mine))
     processes.destroy_process_groups()
 else:
     stop_module.STOP_TIMEOUT = timedelta(seconds=6)
@@ -121,6 +123,7 @@ def test_processes_wait_for_one_that_works_alone_for_longer_than_the_timeout_of_
     assert main[0] == other[0] == 0 and main[3] == other[3] == "refused"
     assert main[2] is True and other[2] is None
     assert (main[1], other[1]) == ([[0, 7], [1, 7]], [])
+    assert main[4] == other[4] == [[0, 0], [1, 0], [2, 1], [3, 1], [4, 1]]
 
 
 def test_the_other_processes_get_an_error_of_the_main_process_in_the_cache_of_a_reference(monkeypatch, tmp_path):

@@ -36,6 +36,7 @@ from latents.prepare.encode_plan import (
     list_and_check_images,
     load_autoencoder,
     plan_shards,
+    select_images,
 )
 from latents.prepare.image_reader import to_jpeg
 from latents.prepare.labelled_images import LabelledImages
@@ -63,8 +64,7 @@ def encode(cfg: EncodeConfig) -> None:
     vae = load_autoencoder(cfg, accelerator.device)
     weights_hash = vae.hash()
     check_same_files(partial(fingerprint_inputs, images, weights_hash, cfg))
-    if cfg.part != "all" or cfg.duplicates == "skip":
-        images = select_images(images, cfg, accelerator)
+    images = select_images(images, cfg)
     # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
     folder, still_unreadable = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
     check_new_file("output", folder.lock_path)
@@ -75,14 +75,6 @@ def encode(cfg: EncodeConfig) -> None:
         raise UserError(list_problems([*unreadable.values()], REPAIR_IN_SHARDS))
     entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
     on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
-
-
-def select_images(images: LabelledImages, cfg: EncodeConfig, accelerator: Accelerator) -> LabelledImages:
-    """Return the images that `part` and `duplicates` select. Every process hashes a share of the images."""
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
-    share = range(len(images) * rank // num_processes, len(images) * (rank + 1) // num_processes)
-    hashes = gather_lists(image_reader(images, cfg).hashes(share, cfg.num_workers))
-    return images.select_part(hashes, cfg.part, cfg.duplicates)
 
 
 class _ReadableImage(NamedTuple):

@@ -21,7 +21,7 @@ from latents.prepare.labelled_images import LabelledImages, count_classes, descr
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
 from latents.shards import Duplicates, Kind, LabelBy, NumClasses, Part, Resolution, ShardInfo
 from latents.torch_files import read_channel_statistics
-from runtime.processes import FileFingerprint
+from runtime.processes import FileFingerprint, gather_lists, own_share
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,14 @@ def find_unreadable(images: LabelledImages, cfg: EncodeConfig) -> dict[str, str]
     errors = map_ahead(image_reader(images, cfg).error_of, range(len(names)), cfg.num_workers)
     errors = list(progress_bar(errors, total=len(names), unit="images", desc="checking"))
     return {name: error for name, error in zip(names, errors) if error is not None}
+
+
+def select_images(images: LabelledImages, cfg: EncodeConfig) -> LabelledImages:
+    """Return the images that `part` and `duplicates` select. If they do not select all, every process hashes a share of them."""
+    if cfg.part == "all" and cfg.duplicates == "keep":
+        return images
+    hashes = gather_lists(image_reader(images, cfg).hashes(own_share(len(images)), cfg.num_workers))
+    return images.select_part(hashes, cfg.part, cfg.duplicates)
 
 
 def load_autoencoder(cfg: EncodeConfig, device: torch.device) -> Autoencoder:

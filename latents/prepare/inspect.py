@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ from latents.autoencoders import MAX_DECODED_PIXELS, Autoencoder
 from latents.batches import map_ahead
 from latents.channel_statistics import USUAL_STD, are_mirrored, channel_sums, mean_and_std, overall_std, to_network_scale
 from latents.dataset import LatentDataset, evenly_spaced_items
+from latents.prepare.encode_plan import EncodeConfig, image_reader, select_images
 from latents.prepare.image_reader import ImageReader
 from latents.prepare.labelled_images import open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
@@ -109,22 +108,18 @@ def open_originals(dataset: LatentDataset, folder: str) -> ImageReader:
 
     Raises UserError if their number differs from the number of latents.
     """
-    settings = dataset.encode_settings
     # Manifests of earlier versions lack `label_by`.
     label_by = dataset.manifest.get("label_by") or ("none" if dataset.info.num_classes == 1 else "auto")
-    # Labels do not matter here. But unless labels=none, `encode` uses only the images in dataset.json, which `first_level` reads.
-    reads_json = label_by != "none" and os.path.lexists(Path(folder) / "dataset.json")
-    images = open_labelled_images(folder, "first_level" if reads_json else "none")
-    keys = ("background", "pad", "grey", "value_range")
-    reader = ImageReader(images, dataset.info.resolution, **{key: settings[key] for key in keys if key in settings})
-    part, duplicates = settings.get("part", "all"), settings.get("duplicates", "keep")
-    if part != "all" or duplicates == "skip":
-        images = images.select_part(reader.hashes(range(len(images)), torch.get_num_threads()), part, duplicates)
+    keys = ("part", "duplicates", "background", "pad", "grey", "value_range")
+    settings = {key: dataset.encode_settings[key] for key in keys if key in dataset.encode_settings}
+    settings |= {"resolution": dataset.info.resolution, "num_workers": torch.get_num_threads()}
+    cfg = EncodeConfig(folder, str(dataset.path), label_by, **settings)
+    images = select_images(open_labelled_images(folder, cfg.labels, needs_labels=False), cfg)
     left_out = {entry["name"] for entry in dataset.manifest.get("left_out", [])}
     images = images.select([i for i, name in enumerate(images.names) if name not in left_out])
     if len(images) != len(dataset):
         raise UserError(f"images={folder} holds {len(images)} images, but {dataset.path} holds {len(dataset)} latents")
-    return replace(reader, images=images)
+    return image_reader(images, cfg)
 
 
 def find_problems(

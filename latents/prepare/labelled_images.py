@@ -163,7 +163,7 @@ class LabelledImages:
         return digest.hexdigest()
 
 
-def open_labelled_images(path: str | Path, label_by: LabelBy = "auto") -> LabelledImages:
+def open_labelled_images(path: str | Path, label_by: LabelBy = "auto", needs_labels: bool = True) -> LabelledImages:
     """Find images and their labels, and log what is left out.
 
     Args:
@@ -171,6 +171,8 @@ def open_labelled_images(path: str | Path, label_by: LabelBy = "auto") -> Labell
         label_by: `none` assigns all images to one class. `auto` uses .cls files in tars, dataset.json, or the class folders.
             `first_level` is like `auto`, but the classes are the first-level folders, with all that is below them, and the tars
             may belong to several parts of a data set.
+        needs_labels: If false, find the same images, but accept folders that are no classes and tars without .cls files. The
+            labels may then be 0.
 
     Raises:
         UserError: If there are no images, if dataset.json lists a missing image, or if the folders that hold images are no
@@ -184,26 +186,22 @@ def open_labelled_images(path: str | Path, label_by: LabelBy = "auto") -> Labell
     listed = list_images(path) if path.is_dir() else Listing([], [], Counter(), {})
     if listed.images and any(TAR_NAME.search(f.name) for f in path.iterdir()):
         raise UserError(f"images={path} holds tars and images ({listed.images[0]}, ...); put them into separate folders")
-    if listed.images:
-        images = _label(path, listed.images, label_by, listed.problems)
-    else:
-        if label_by == "auto":
+    is_labelled = needs_labels and label_by != "none"
+    if not listed.images:
+        if is_labelled and label_by == "auto":
             check_single_split(path, "or set labels=first_level to use all")
-        images = _find_in_tars(path, label_by != "none")
+        images = _find_in_tars(path, is_labelled)
+    elif label_by != "none" and os.path.lexists(path / "dataset.json"):
+        images = _label_by_json(path, listed.images)
+    elif is_labelled:
+        images = _label_by_folder(path, listed, label_by == "first_level")
+    else:
+        images = LabelledImages(path, listed.images, [0] * len(listed.images))
     if not len(images):
         raise UserError(f"images={path} holds no images ({', '.join(SUFFIXES)}), nor tars of them")
     _log_left_out(path, listed)
-    images.unsupported, images.problems = listed.unsupported, listed.problems
+    images.unsupported, images.problems = listed.unsupported, listed.problems | images.problems
     return images
-
-
-def _label(path: Path, names: list[str], label_by: LabelBy, problems: dict[str, str]) -> LabelledImages:
-    """Label the images of a folder. `_label_by_folder` adds to `problems`."""
-    if label_by == "none":
-        return LabelledImages(path, names, [0] * len(names))
-    if os.path.lexists(path / "dataset.json"):
-        return _label_by_json(path, names)
-    return _label_by_folder(path, names, label_by == "first_level", problems)
 
 
 def _find_in_tars(path: Path, is_labelled: bool) -> LabelledImages:
@@ -250,11 +248,12 @@ MAX_SPLITS = 6  # a data set with more first-level folders has classes there, su
 _EDM_NAME = re.compile(r"\d{5}/img\d{8}\.\w+")  # name of an image that EDM's dataset_tool.py wrote
 
 
-def _label_by_folder(path: Path, names: list[str], by_first_level: bool, problems: dict[str, str]) -> LabelledImages:
-    """Label each image by the folder that holds it, or by its first-level folder. Add class folders without images to `problems`.
+def _label_by_folder(path: Path, listed: Listing, by_first_level: bool) -> LabelledImages:
+    """Label each image by the folder that holds it, or by its first-level folder. Class folders without images are problems.
 
     As in torchvision, number the classes by their sorted names.
     """
+    names = listed.images
     folders = [os.path.dirname(name) for name in names]
     if by_first_level:
         folders = [folder.partition("/")[0] for folder in folders]
@@ -265,13 +264,14 @@ def _label_by_folder(path: Path, names: list[str], by_first_level: bool, problem
         _check_class_folders(path, names, sorted(set(folders)))
     class_of = [os.path.basename(folder) for folder in folders]
     classes = sorted(set(class_of))
+    images = LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
     for folder in path.glob("/".join(["*"] * len(folders[0].split("/")))):
         name = folder.relative_to(path).as_posix()
         is_folder = folder.is_dir() or (is_broken_link(folder) and name not in names)
         if is_folder and folder.name not in classes and not is_hidden(folder.name):
-            problem = problems.get(name, f"{name}/ holds no images")
-            problems[name] = f"{problem}, and without it later classes get other labels"
-    return LabelledImages(path, names, np.searchsorted(classes, class_of), classes)
+            problem = listed.problems.get(name, f"{name}/ holds no images")
+            images.problems[name] = f"{problem}, and without it later classes get other labels"
+    return images
 
 
 def _check_class_folders(path: Path, names: list[str], folders: list[str]) -> None:
