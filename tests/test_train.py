@@ -488,7 +488,7 @@ def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, 
         run.path.mkdir()
         run.open()
     start = decide_start(run, checked(TINY))
-    assert not start.resumes and run.lock_path.exists() == is_there
+    assert start.kind == "new" and run.lock_path.exists() == is_there
     shutil.copytree(whole, run.path, dirs_exist_ok=True, ignore=lambda folder, names: [gone] if gone else [])
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(UserError, match="another process has trained .*run meanwhile, .*; run the same command again"):
@@ -498,7 +498,7 @@ def test_a_new_run_whose_folder_is_filled_meanwhile_is_refused(whole, tmp_path, 
 
 def test_a_new_run_keeps_the_results_of_a_start_that_was_killed_meanwhile(whole, tmp_path):
     run = RunFolder(str(tmp_path), "run")
-    assert not decide_start(run, checked(TINY)).resumes
+    assert decide_start(run, checked(TINY)).kind == "new"
     shutil.copytree(whole, run.path, ignore=lambda folder, names: ["checkpoints"])
     before = sorted(path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock")
     begin_new_run(run)

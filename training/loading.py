@@ -26,14 +26,43 @@ LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 def load_start(trainer: Trainer, start: RunStart) -> None:
     """Load the checkpoint of a run's start, if there is one."""
-    if start.resumes:
-        restore(trainer, start.checkpoint)
-    elif start.checkpoint is not None:
-        load_initial(trainer, start.checkpoint)
+    match start.kind:
+        case "new":
+            pass  # the network keeps its random weights
+        case "weights":
+            start_from_weights(trainer, start.checkpoint)
+        case "all":
+            start_from_all(trainer, start.checkpoint)
+        case "resume":
+            resume(trainer, start.checkpoint)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Resume a run from its checkpoint."""
+def start_from_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load the weights and the EMA of another run, and start with step 0. The label table is new for other class counts."""
+    folder = checkpoint.path
+    stored_num_classes, num_classes = checkpoint.config.data.num_classes, trainer.cfg.data.num_classes
+    if num_classes == stored_num_classes:
+        restore_weights(trainer, folder)
+        set_counters(trainer, step=0, images_seen=0, ema_num_updates=read_ema_num_updates(checkpoint))
+        warn_of_other_classes(trainer, checkpoint)
+    else:
+        message = "the label table starts with new weights: %s has %d classes, and the data have %d"
+        log.info(message, folder, stored_num_classes, num_classes)
+        restore_weights(trainer, folder, without=LABEL_TABLE)
+        # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
+        set_counters(trainer, step=0, images_seen=0, ema_num_updates=0)
+    log.info("weights and EMA from %s", folder)
+
+
+def start_from_all(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load the weights, EMA, optimizer and step of another run, but not its losses since its last metrics line."""
+    restore(trainer, checkpoint, read_trainer_state(trainer, checkpoint))
+    warn_of_other_classes(trainer, checkpoint)
+    log.info("weights and EMA from %s, with optimizer and step %d", checkpoint.path, checkpoint.step)
+
+
+def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Load everything that the run stored."""
     folder = checkpoint.path
     state = read_trainer_state(trainer, checkpoint)
     if state.data != trainer.dataset.hash:
@@ -44,9 +73,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     meter = trainer.loss_meter
     sums = {"loss_sums": torch.tensor(state.loss_sums), "bin_sums": torch.tensor(state.bin_sums)}
     store.check_tensors(folder / "state.json", sums, {"loss_sums": meter.sums, "bin_sums": meter.bin_sums})
-    restore_tensors(trainer, folder)
+    restore(trainer, checkpoint, state)
     meter.load(**sums, loss_count=state.loss_count, is_main_process=trainer.accelerator.is_main_process)
-    set_counters(trainer, checkpoint.step, images_seen_until(checkpoint, state), state.ema_num_updates)
     log.info("resumed from %s", folder)
     before, now = (learning_rate(train, checkpoint.step) for train in (checkpoint.config.train, trainer.cfg.train))
     if before != now:
@@ -54,28 +82,11 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         log.warning(message, checkpoint.step, now, before)
 
 
-def load_initial(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Load another run's weights and EMA from its checkpoint. With init_state=all, also load the optimizer and step."""
-    folder, step, init_state = checkpoint.path, checkpoint.step, trainer.cfg.init_state
-    stored_num_classes, num_classes = checkpoint.config.data.num_classes, trainer.cfg.data.num_classes
-    if init_state == "all":
-        state = read_trainer_state(trainer, checkpoint)
-        restore_tensors(trainer, folder)
-        set_counters(trainer, step, images_seen_until(checkpoint, state), state.ema_num_updates)
-    elif num_classes == stored_num_classes:  # `check_initial` allows different class counts
-        restore_weights(trainer, folder)
-        set_counters(trainer, step=0, images_seen=0, ema_num_updates=read_ema_num_updates(checkpoint))
-    else:
-        message = "the label table starts with new weights: %s has %d classes, and the data have %d"
-        log.info(message, folder, stored_num_classes, num_classes)
-        restore_weights(trainer, folder, without=LABEL_TABLE)
-        # The EMA warms up again, because it would otherwise keep the new table's random start for too long.
-        set_counters(trainer, step=0, images_seen=0, ema_num_updates=0)
-    differing = differing_class(checkpoint.class_names, trainer.dataset.class_names)
-    if differing and num_classes == stored_num_classes:
+def warn_of_other_classes(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Warn if a checkpoint of equally many classes was trained on others. They are unknown in checkpoints without names."""
+    if differing := differing_class(checkpoint.class_names, trainer.dataset.class_names):
         message = "%s was trained on other classes (%s), and each class starts from the old class of the same number"
-        log.warning(message, folder, differing)
-    log.info("weights and EMA from %s%s", folder, f", with optimizer and step {step}" if init_state == "all" else "")
+        log.warning(message, checkpoint.path, differing)
 
 
 def images_seen_until(checkpoint: Checkpoint, state: TrainerState) -> int:
@@ -124,13 +135,14 @@ def copy_tensors(folder: Path, stored: store.Tensors, targets: store.Tensors) ->
             value.copy_(stored[file][name])
 
 
-def restore_tensors(trainer: Trainer, folder: Path) -> None:
-    """Copy all tensors of the checkpoint `folder`, also those of the optimizer, into a trainer."""
-    stored = store.load(folder)
-    state = stored["optimizer"].get("state", {})
-    optimizers.check_state(folder / "optimizer.pt", state, trainer.cfg.train, trainer.parameters)
+def restore(trainer: Trainer, checkpoint: Checkpoint, state: TrainerState) -> None:
+    """Copy all tensors of a checkpoint, also those of the optimizer, into a trainer, and set its counters."""
+    folder, stored = checkpoint.path, store.load(checkpoint.path)
+    moments = stored["optimizer"].get("state", {})
+    optimizers.check_state(folder / "optimizer.pt", moments, trainer.cfg.train, trainer.parameters)
     copy_tensors(folder, stored, trainer.tensors())
-    optimizers.load_state(trainer.optimizers, trainer.parameters, state)
+    optimizers.load_state(trainer.optimizers, trainer.parameters, moments)
+    set_counters(trainer, checkpoint.step, images_seen_until(checkpoint, state), state.ema_num_updates)
 
 
 def restore_weights(trainer: Trainer, folder: Path, *, without: str | None = None) -> None:

@@ -45,7 +45,7 @@ class TrainPlan:
         """Return what this process sees of the files that all processes read."""
         seen = fingerprint_files_of(self.recipes)
         if (checkpoint := self.start.checkpoint) is not None:
-            key = "output_dir" if self.start.resumes else "init_from"
+            key = "output_dir" if self.start.kind == "resume" else "init_from"
             seen.append(fingerprint_folder(key, checkpoint.manifest_file))
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
@@ -58,7 +58,10 @@ class TrainPlan:
 
 
 def plan_training(cfg: TrainConfig, run: RunFolder, dataset: LatentDataset) -> TrainPlan:
-    """Lock the run's folder, if it exists. Decide how the run starts, and check all that can be checked before slow work."""
+    """Decide how the run starts, and check all that can be checked before slow work.
+
+    If the run's folder exists, first lock it, and remove what interrupted writes have left in it.
+    """
     tracking.check_login(cfg.wandb.mode)
     if run.path.exists():
         run.open()

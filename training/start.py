@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from checkpoints import store
 from checkpoints.checkpoint import Checkpoint, find_newest, read_config, resolve_checkpoint, warn_of_renamed
@@ -29,13 +30,14 @@ class RunStart:
     writes the start into the run's folder.
 
     Attributes:
-        resumes: Whether the run has a checkpoint, with which the command continues. If that has train.num_steps or more, the run
-            is complete, and the command only makes the grids and evaluations due at its step.
-        checkpoint: The checkpoint to load: the run's newest, or for a new run that of init_from, if set.
-        damaged: {folder: problem} of damaged checkpoints after the newest intact one. `begin_run` renames them.
+        kind: `resume` continues from the run's newest checkpoint. If that has train.num_steps or more, the run is complete, and
+            the command only makes the grids and evaluations due at its step. The others start a run: `new` with random weights,
+            and `weights` and `all` from the checkpoint of init_from, as init_state says.
+        checkpoint: The checkpoint to load. Only `new` has none.
+        damaged: {folder: problem} of damaged checkpoints after the one of `resume`. `begin_run` renames them.
     """
 
-    resumes: bool
+    kind: Literal["new", "weights", "all", "resume"]
     checkpoint: Checkpoint | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
 
@@ -48,12 +50,14 @@ def decide_start(run: RunFolder, cfg: TrainConfig) -> RunStart:
     newest, damaged = choose_checkpoint_to_resume(run, cfg)
     if newest is None:
         check_routes(cfg)
-        return RunStart(resumes=False, checkpoint=find_initial_checkpoint(run, cfg))
+        if cfg.init_from is None:
+            return RunStart("new")
+        return RunStart(cfg.init_state, find_initial_checkpoint(run, cfg))
     if cfg.init_from is not None:
         log.info("init_from=%s is ignored, because the run resumes from its own checkpoint", cfg.init_from)
     for change in changes_on_resume(newest.config, cfg):
         log.warning("resumed with a changed setting: %s", change)
-    return RunStart(resumes=True, checkpoint=newest, damaged=damaged)
+    return RunStart("resume", newest, damaged)
 
 
 def check_routes(cfg: TrainConfig) -> None:
@@ -83,21 +87,21 @@ def choose_checkpoint_to_resume(run: RunFolder, cfg: TrainConfig) -> tuple[Check
     return newest, damaged
 
 
-def find_initial_checkpoint(run: RunFolder, cfg: TrainConfig) -> Checkpoint | None:
-    """Return the checked checkpoint that `init_from` names, or None if the key is not set.
+def find_initial_checkpoint(run: RunFolder, cfg: TrainConfig) -> Checkpoint:
+    """Return the checked checkpoint that `init_from` names.
 
     With init_state=weights, only the weights need to exist and are verified. The raw weights may be missing. If `init_from` is a
     run that has newer checkpoints than at an earlier start of this run, the checkpoint of the earlier start is used.
     """
-    if cfg.init_from is None:
-        return None
     source = run.earlier_initial_checkpoint(Path(cfg.init_from))
+    check = partial(check_initial, cfg=cfg)
+    if cfg.init_state == "all":
+        return resolve_checkpoint(source, "init_from", check=check)
+    checkpoint = resolve_checkpoint(source, "init_from", [store.WEIGHTS["ema"]], check)
     raw = store.WEIGHTS["raw"]
-    files = None if cfg.init_state == "all" else [store.WEIGHTS["ema"]]
-    checkpoint = resolve_checkpoint(source, "init_from", files, check=partial(check_initial, cfg=cfg))
-    if cfg.init_state == "weights" and (checkpoint.path / raw).exists():
+    if (checkpoint.path / raw).exists():
         store.verify(checkpoint.path, [raw])
-    elif cfg.init_state == "weights":
+    else:
         log.warning("init_from=%s has no %s: the raw weights also start from the EMA", cfg.init_from, raw)
     return checkpoint
 
@@ -112,7 +116,7 @@ def check_initial(checkpoint: Checkpoint, cfg: TrainConfig) -> None:
     if cfg.init_state == "all" and (source or step >= cfg.train.num_steps):
         reason = f"was imported from {source} without an optimizer" if source else f"is at step {step} already"
         raise UserError(f"init_state=all: init_from={cfg.init_from} {reason}; set init_state=weights, or raise train.num_steps")
-    changed = differences_by_role("init_all" if cfg.init_state == "all" else "init_weights", "refuses", stored, cfg)
+    changed = differences_by_role(f"init_{cfg.init_state}", "refuses", stored, cfg)
     if stored.model.module_name != cfg.model.module_name:
         changed.append(Change("model.name", stored.model.name, cfg.model.name))
     if changed:
@@ -153,7 +157,7 @@ def begin_run(trainer: Trainer, run: RunFolder, start: RunStart) -> None:
     Raises UserError if a new run's folder has been filled meanwhile.
     """
     cfg = trainer.cfg
-    if start.resumes:
+    if start.kind == "resume":
         for folder, problem in start.damaged.items():
             log.warning("%s; renamed to %s", problem, store.rename_damaged(folder))
     else:
@@ -176,11 +180,12 @@ def begin_new_run(run: RunFolder) -> None:
 
 def describe_start(trainer: Trainer, start: RunStart) -> dict[str, object]:
     """Return the line of starts.jsonl for this start."""
-    line = {"step": trainer.step, "resumed": start.resumes, **describe_command(trainer.accelerator)}
-    if start.resumes and (changes := changes_on_resume(start.checkpoint.config, trainer.cfg)):
+    resumes, checkpoint = start.kind == "resume", start.checkpoint
+    line = {"step": trainer.step, "resumed": resumes, **describe_command(trainer.accelerator)}
+    if resumes and (changes := changes_on_resume(checkpoint.config, trainer.cfg)):
         line["changed"] = [*map(str, changes)]
-    if not start.resumes and (initial := start.checkpoint):
-        line["init_from"] = {"checkpoint": str(initial.path.resolve()), "hash": initial.hash}
+    if not resumes and checkpoint:
+        line["init_from"] = {"checkpoint": str(checkpoint.path.resolve()), "hash": checkpoint.hash}
     return line
 
 
