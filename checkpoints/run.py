@@ -104,7 +104,7 @@ class RunFolder:
         return Results(self.path / "evaluations", self.path)
 
     def open(self) -> None:
-        """Create and lock the run folder, unless this process has locked it.
+        """Create and lock the run folder, and remove what interrupted writes have left in it, unless this process has locked it.
 
         Raises UserError if the folder is not writable, belongs to another process or is not a run, or if a subfolder is a link.
         """
