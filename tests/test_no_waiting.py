@@ -79,7 +79,7 @@ def test_every_tensor_of_a_micro_batch_is_moved_to_the_gpu(tmp_path, monkeypatch
         no_backward = mock.patch.object(torch.Tensor, "backward", lambda loss: None)  # it needs a driver
         with FakeTensorMode(), generators, no_autocast, no_backward:
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
-            on_gpu.wrapped = [lambda *args, **draws: functional_call(net, weights, args, draws)]
+            on_gpu.wrapped = {"net": lambda *args, **draws: functional_call(net, weights, args, draws)}
             inputs = torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype)
             losses, bin_sums = compute_gradients(on_gpu, random_on_gpu, *inputs)
             assert losses.device.type == bin_sums.device.type == "cuda"

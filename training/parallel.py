@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch._functorch.config
@@ -24,16 +24,16 @@ def check_batch_divides(train: Train, num_processes: int) -> None:
 
 
 def prepare_modules(
-    accelerator: Accelerator, cfg: TrainConfig, modules: Sequence[nn.Module], ema_net: nn.Module
-) -> list[nn.Module]:
+    accelerator: Accelerator, cfg: TrainConfig, modules: Mapping[str, nn.Module], ema_net: nn.Module
+) -> dict[str, nn.Module]:
     """Move the modules to the device, set up block compilation and activation checkpointing, and wrap the modules in DDP.
 
     Args:
-        modules: The network and, with alignment, the projector. The weights must be equal on all processes.
+        modules: `net` and, with alignment, `projector`. The weights must be equal on all processes.
         ema_net: The EMA network, which is only moved to the device.
     """
-    net, device, train = modules[0], accelerator.device, cfg.train
-    for module in (*modules, ema_net):
+    net, device, train = modules["net"], accelerator.device, cfg.train
+    for module in (*modules.values(), ema_net):
         module.to(device)
     # torch.compile reads the memory budget when it compiles a block for the first time. The budget and the compiled blocks are
     # global, so a run in a sweep with another budget must compile them again.
@@ -47,4 +47,4 @@ def prepare_modules(
     # rounded down. Storing gradients as views of the buckets avoids a copy.
     bucket_mib = max(25, sum(p.nbytes for p in net.blocks[0].parameters()) // 2**20)
     accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
-    return [accelerator.prepare(module) for module in modules]
+    return {name: accelerator.prepare(module) for name, module in modules.items()}

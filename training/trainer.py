@@ -60,9 +60,8 @@ class Trainer:
         alignment: An `extras.alignment.Alignment`, or None.
 
     Attributes:
-        modules: The trained modules, which are `net` and, with alignment, the projector.
-        wrapped: The same modules, wrapped by accelerate.
-        parameters: The trained parameters of the modules by name.
+        wrapped: The trained modules, wrapped by accelerate: `net` and, with alignment, `projector`.
+        parameters: The trained parameters of these modules by name.
         optimizers: Optimizers of these parameters, wrapped by accelerate (see `training.optimizers`).
         step: Number of completed optimizer steps. Training starts at `first_step`.
         images_seen: Number of images trained on, with those of the run of init_state=all, which may have another batch size.
@@ -88,9 +87,10 @@ class Trainer:
         self.ema = ema
         self.dataset = dataset
         self.alignment = alignment
-        self.modules = [net] if alignment is None else [net, alignment.projector]
-        self.wrapped = prepare_modules(accelerator, cfg, self.modules, ema.net)
-        self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
+        modules = {"net": net} if alignment is None else {"net": net, "projector": alignment.projector}
+        self.wrapped = prepare_modules(accelerator, cfg, modules, ema.net)
+        named = [item for module in modules.values() for item in module.named_parameters()]
+        self.parameters = {name: p for name, p in named if p.requires_grad}
         optimizers = OPTIMIZERS[cfg.train.optimizer](cfg.train, self.parameters)
         self.optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
 
@@ -142,8 +142,8 @@ class Trainer:
             stored, labels, *images = micro_batch
             patches = [self.alignment.encode(x.to(self.device, non_blocking=True)) for x in images]
             with contextlib.ExitStack() as stack:
-                for model in () if is_last else self.wrapped:
-                    stack.enter_context(self.accelerator.no_sync(model))
+                for module in () if is_last else self.wrapped.values():
+                    stack.enter_context(self.accelerator.no_sync(module))
                 losses, bin_sums = compute_gradients(random_for, stored, labels, *patches)
             losses_of_step += losses / len(self.micro_batch_slices)
             self.loss_meter.bin_sums += bin_sums
@@ -180,13 +180,13 @@ class Trainer:
         """
         stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
-        net = self.wrapped[0] if patches is None else self.alignment.observe(self.wrapped[0])
+        net = self.wrapped["net"] if patches is None else self.alignment.observe(self.wrapped["net"])
         random = random_for("diffusion")
         levels, quantiles = self.cfg.diffusion.draw_levels(random)  # [b]
         loss_of_sample = self.cfg.diffusion.loss(net, x, labels, random, levels, **self.net.draw_inputs(random_for))  # [b]
         losses = [loss_of_sample.mean()]
         if patches is not None:
-            losses.append(self.alignment.loss(self.wrapped[1], net, patches))
+            losses.append(self.alignment.loss(self.wrapped["projector"], net, patches))
         total_loss = sum(losses[1:], losses[0]) / len(self.micro_batch_slices)
         total_loss.backward()
         return torch.stack(losses).detach(), sums_by_bin(loss_of_sample.detach(), quantiles)

@@ -183,7 +183,7 @@ def test_a_group_of_one_process_learns_the_same_as_a_process_without_a_group(dev
         trainer = trainer_for(device, size, tmp_path)
         model, before = trainer.net, {name: x.cpu().clone() for name, x in trainer.net.state_dict().items()}
         if dist.is_initialized():
-            trainer.wrapped[0] = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            trainer.wrapped["net"] = DistributedDataParallel(model, gradient_as_bucket_view=True)
         batches = trainer.batches()
         for _ in range(4):
             trainer.train_step(next(batches))
