@@ -115,7 +115,7 @@ def collect_metrics(trainer: Trainer, clock: Clock, measured: Mapping[str, Tenso
 
     Every process must call this function between steps. It starts the interval of the next line.
     """
-    losses, batch_size = trainer.reduce_losses(), trainer.cfg.train.batch_size
+    losses, batch_size = trainer.merge_losses(), trainer.cfg.train.batch_size
     meter = trainer.loss_meter
     num_timed = min(meter.num_steps, trainer.step - trainer.first_step)  # without those before a resume
     steps_per_sec = num_timed / max(clock.sec, 1e-9)

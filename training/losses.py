@@ -39,10 +39,11 @@ class LossMeter:
         self.sums += losses
         self.num_steps += 1
 
-    def reduce(self, accelerator: Accelerator) -> list[float]:
-        """Return the mean of each loss over the steps and all processes. Every process must call this method.
+    def merge_processes(self, accelerator: Accelerator) -> list[float]:
+        """Replace the sums by those of all processes. Return the mean of each loss over the steps and all processes.
 
-        All processes then have the same `sums`. The main process has the `bin_sums` of all processes, and the others have zeros.
+        Every process must call this method. All of them then have the same `sums`, which are means over the processes. The main
+        process has the `bin_sums` of all, and the others have zeros, so that a later call does not count them twice.
         """
         self.sums = accelerator.reduce(self.sums, "mean")
         bin_sums = accelerator.reduce(self.bin_sums, "sum")
@@ -50,11 +51,11 @@ class LossMeter:
         return (self.sums / max(self.num_steps, 1)).tolist()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores, by the names in `training.saving.TrainerState`. `reduce` was called before."""
+        """Return what a checkpoint stores, by the names in `training.saving.TrainerState`. Call `merge_processes` before."""
         return {"loss_sums": self.sums.tolist(), "loss_count": self.num_steps, "bin_sums": self.bin_sums.tolist()}
 
     def load(self, loss_sums: Tensor, loss_count: int, bin_sums: Tensor, is_main_process: bool) -> None:
-        """Continue from what `state` returned. As after `reduce`, only the main process has the sums by noise level."""
+        """Continue from what `state` returned. As after `merge_processes`, only the main process has the sums by noise level."""
         self.sums.copy_(loss_sums)
         self.num_steps = loss_count
         if is_main_process:

@@ -53,7 +53,7 @@ class CheckpointWriter:
         if trainer.step in (self.saved_step, trainer.first_step):
             return
         self.raise_write_error(wait=True)
-        trainer.reduce_losses()  # the checkpoint stores the losses of all processes
+        trainer.merge_losses()  # the checkpoint stores the losses of all processes
         norm = torch.nn.utils.get_total_norm([p.detach() for p in trainer.parameters.values()])
         if not norm.isfinite():
             raise Diverged(f"weights are not finite after step {trainer.step}; earlier checkpoints are intact")

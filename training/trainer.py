@@ -201,12 +201,12 @@ class Trainer:
         if self.graph is not None:
             self.graph.reset()
 
-    def reduce_losses(self) -> list[float]:
-        """Return the losses since the last metrics record, averaged over all processes (`LossMeter.reduce`).
+    def merge_losses(self) -> list[float]:
+        """Give all processes the losses since the last metrics line, and return their means (`LossMeter.merge_processes`).
 
         Every process must call this method. Raises Diverged if the run has diverged.
         """
-        losses = self.loss_meter.reduce(self.accelerator)
+        losses = self.loss_meter.merge_processes(self.accelerator)
         if not all(loss < MAX_LOSS for loss in losses):
             raise Diverged(
                 f"the loss became NaN, infinite or above {MAX_LOSS:g} by step {self.step}; earlier checkpoints are intact. "
