@@ -180,7 +180,7 @@ def _check_manifest(dataset: LatentDataset) -> Iterator[str]:
         if (dataset.path / UNFINISHED).exists():
             yield "the folder is not finished: run the same prepare_latents.py command again to complete it"
         return
-    left_out = manifest.get("left_out", [])
+    left_out = [entry["name"] for entry in manifest.get("left_out", [])]
     log.info("%s items could not be read when the folder was made", count_left_out(left_out))
     log_notes(manifest)
     hashes, listed = dataset.hashes, manifest["shards"]

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Literal
@@ -217,12 +217,12 @@ class ShardFolder:
         """
         self._read_provenance()
         provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
-        left_out = [entry for record in provenance for entry in record["left_out"]]
-        names = {entry["name"] for entry in left_out}
-        left_out += _as_entries({name: problem for name, problem in (problems or {}).items() if name not in names})
+        left_out = {entry["name"]: entry["problem"] for record in provenance for entry in record["left_out"]}
+        left_out |= {name: problem for name, problem in (problems or {}).items() if name not in left_out}
+        first_problem = next(iter(left_out.values()), None)
         sums = np.sum([record["sums"] for record in provenance], axis=0)
         if not sums.any():
-            raise UserError(f"none of the {len(left_out)} items could be read; the first: {left_out[0]['problem']}")
+            raise UserError(f"none of the {len(left_out)} items could be read; the first: {first_problem}")
         mean, std = (values.tolist() for values in mean_and_std(sums))
         self._store_scale(mean, std, normalize, sigma_data)
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
@@ -238,7 +238,7 @@ class ShardFolder:
             "std": std,
             "class_names": class_names,
             "class_counts": np.bincount(dataset.labels, minlength=dataset.info.num_classes).tolist(),
-            "left_out": left_out,
+            "left_out": _as_entries(left_out),
             "notes": notes,
             **entries,
             "settings": self.settings,
@@ -250,7 +250,7 @@ class ShardFolder:
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
         log_notes(manifest)
         if left_out:
-            log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, left_out[0]["problem"])
+            log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, first_problem)
 
     def _store_scale(self, mean: list[float], std: list[float], normalize: bool, sigma_data: float | None) -> None:
         """Store what scales all latents in the headers. After an interruption, the next run rewrites the remaining shards."""
@@ -271,12 +271,12 @@ def _as_entries(problems: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "problem": problem} for name, problem in problems.items()]
 
 
-def count_left_out(left_out: Sequence[dict]) -> str:
-    """Return the number of skipped items, in total and in each class folder, such as `5 (ant 2, bee 3)`."""
-    folders = Counter(entry["name"].partition("/")[0] for entry in left_out if "/" in entry["name"])
+def count_left_out(names: Collection[str]) -> str:
+    """Return the number of items with these names, in total and in each class folder, such as `5 (ant 2, bee 3)`."""
+    folders = Counter(name.partition("/")[0] for name in names if "/" in name)
     counts = ", ".join(f"{name} {count}" for name, count in folders.most_common(10))
     more = f", and {len(folders) - 10} more" if len(folders) > 10 else ""
-    return f"{len(left_out)}" + (f" ({counts}{more})" if folders else "")
+    return f"{len(names)}" + (f" ({counts}{more})" if folders else "")
 
 
 def log_notes(manifest: dict) -> None:
