@@ -125,7 +125,7 @@ class LatentDataset:
                 )
         elif (self.path / UNFINISHED).exists():
             raise UserError(f"{self.path} is not finished: run the same prepare_latents.py command again to complete it")
-        elif self.path.is_dir() and "provenance" in read_header(self.files[0])[0]:
+        elif self.path.is_dir() and "provenance" in read_header(self.files[0]):
             log.warning("%s has no %s: if it is a copy, copy it completely, or shards may be missing", self.path, MANIFEST)
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ class LatentDataset:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """Map each shard's file name to the hash in its header. If the header contains no hash, compute the hash of the file."""
-        return {file.name: read_header(file)[0].get("hash") or hash_file(file) for file in self.files}
+        return {file.name: read_header(file).get("hash") or hash_file(file) for file in self.files}
 
     def shared_with(self, other: LatentDataset) -> np.ndarray:
         """Return for each item whether `other` contains its image, bool [N]. All are False if one of both has no hashes."""

@@ -116,12 +116,16 @@ def _hash(tensors: dict[str, Tensor], metadata: dict) -> str:
     return digest.hexdigest()
 
 
-def read_header(file: Path) -> tuple[dict, dict[str, int]]:
-    """Read the header of a safetensors file and return (metadata, starts).
+def read_header(file: Path) -> dict:
+    """Read the metadata of a shard: the fields of ShardInfo, `hash`, and for shards from `encode` or `convert` also `provenance`.
 
-    `metadata` contains the fields of ShardInfo and `hash`, and for shards from `encode` or `convert` also `provenance`. For other
-    safetensors files, `metadata` is {}. `starts` maps each tensor name to the tensor's offset in the file.
+    For other safetensors files, it is {}.
     """
+    return _read_header(file)[0]
+
+
+def _read_header(file: Path) -> tuple[dict, dict[str, int]]:
+    """Return the metadata, and each tensor's offset in the file."""
     with as_user_error(file), open(regular_file(file), "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
@@ -135,7 +139,7 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
         shard = load_file(regular_file(file))
     except (SafetensorError, OSError) as e:
         raise UserError(f"{file} is truncated or not a safetensors file: {e}") from e
-    metadata, starts = read_header(file)
+    metadata, starts = _read_header(file)
     pop_format(metadata, file)
     try:
         info = ShardInfo(**metadata)
@@ -148,7 +152,7 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
 def is_intact(file: Path) -> bool:
     """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
     try:
-        metadata, _ = read_header(file)
+        metadata = read_header(file)
         return metadata.pop("hash", None) in (None, _hash(load_file(regular_file(file)), metadata))
     except (SafetensorError, UserError):
         return False

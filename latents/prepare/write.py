@@ -170,7 +170,7 @@ class ShardFolder:
         """
         provenance = {}
         for file in shard_files(self.output):
-            provenance[file] = read_header(file)[0].get("provenance")
+            provenance[file] = read_header(file).get("provenance")
             if provenance[file] is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
                 raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
         if not provenance and self.output.is_dir():
@@ -216,7 +216,7 @@ class ShardFolder:
             UserError: If no item is readable, a channel to scale is constant, or the folder contains another program's shards.
         """
         self._read_provenance()
-        provenance = [read_header(shard.file)[0]["provenance"] for shard in self.shards]
+        provenance = [read_header(shard.file)["provenance"] for shard in self.shards]
         left_out = {entry["name"]: entry["problem"] for record in provenance for entry in record["left_out"]}
         left_out |= {name: problem for name, problem in (problems or {}).items() if name not in left_out}
         first_problem = next(iter(left_out.values()), None)
@@ -262,7 +262,7 @@ class ShardFolder:
         for shard in progress_bar(self.shards, unit="shards", desc="headers") if scale else ():
             info = LatentDataset(shard.file).info
             if (changed := replace(info, **scale)) != info:
-                blob = serialize_shard(shard.file, changed, read_header(shard.file)[0]["provenance"], **load_file(shard.file))
+                blob = serialize_shard(shard.file, changed, read_header(shard.file)["provenance"], **load_file(shard.file))
                 write_atomically(shard.file, blob)
 
 
