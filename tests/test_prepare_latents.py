@@ -959,6 +959,12 @@ def test_inspection_lists_the_images_that_encode_lists_whatever_their_labels(ima
         shutil.copy(file, unlabelled / f"{i}.png")
     out = encode(unlabelled, tmp_path / "out", "identity", "labels=none", "num_classes=10")
     assert "1 problems\n- 9 of 10 classes have no item" in problems_of(out, f"images={unlabelled}", "grid=none")
+    levels = write_images(tmp_path / "levels", "ant/a.png", "bee/small/b.png")  # no classes unless labels=first_level
+    out = encode(levels, tmp_path / "first", "identity", "labels=first_level")
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["label_by"]  # as in earlier versions
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert open_originals(LatentDataset(out), str(levels)).images.names == ["ant/a.png", "bee/small/b.png"]
 
 
 def test_inspection_knows_whether_encode_read_dataset_json(images, tmp_path, caplog):
