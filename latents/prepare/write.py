@@ -119,7 +119,7 @@ class ShardFolder:
 
     @property
     def missing(self) -> list[PlannedShard]:
-        """The shards to make."""
+        """The shards to make. `write` does not shorten this list."""
         return [shard for shard in self.shards if shard not in self.finished]
 
     def write(
