@@ -14,7 +14,7 @@ from cli.hydra_errors import NO_ROW, explain_hydra_error, explain_syntax_error, 
 from cli.hydra_setup import CONFIGS, quote_non_ascii
 from common.errors import UserError
 from configs.schema import TrainConfig
-from configs.settings import S, flatten, has_interpolation, validate
+from configs.settings import NumberForText, S, flatten, validate
 
 
 def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> DictConfig:
@@ -27,7 +27,7 @@ def compose_overrides(overrides: Sequence[str], config_name: str = "config") -> 
 
 
 def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[str] = (), is_sweep: bool = False) -> S:
-    """Resolve the interpolations in a composed configuration and return validated settings.
+    """Return validated settings from a composed configuration. A number becomes text if its key needs it.
 
     Args:
         overrides: The arguments of the job. `TrainConfig.named` names a training run after them.
@@ -39,11 +39,24 @@ def parse_config(cfg: DictConfig, settings_class: type[S], overrides: Sequence[s
     if removed := next((override for override in overrides if override.startswith("~")), None):
         key = removed[1:].partition("=")[0]
         raise UserError(f"{removed}: every key has a value, so none can be removed; write {key}=<value>")
+    try:
+        settings = resolve_and_validate(cfg, settings_class)
+    except NumberForText as e:
+        for key, number in e.numbers.items():
+            text = overridden.get(key)
+            if text and ("${" in text or r"$\{" in text):  # name=${seed}; in a sweep, Hydra escapes the braces
+                OmegaConf.update(cfg, key, str(number))
+            elif text and not is_sweep:  # name=2024_11_25, which Hydra reads as 20241125
+                OmegaConf.update(cfg, key, text)
+        settings = resolve_and_validate(cfg, settings_class)
+    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
+
+
+def resolve_and_validate(cfg: DictConfig, settings_class: type[S]) -> S:
+    """Resolve the interpolations in a configuration and return validated settings."""
     with name_errors_of_omegaconf():
         raw = OmegaConf.to_container(cfg, resolve=True)
-    as_written = {key: value for key, value in overridden.items() if not is_sweep or has_interpolation(value)}
-    settings = validate(raw, settings_class, as_written)
-    return settings.named([*expand_groups(overrides)]) if isinstance(settings, TrainConfig) else settings
+    return validate(raw, settings_class)
 
 
 def expand_groups(overrides: Iterable[str]) -> Iterator[str]:

@@ -50,45 +50,23 @@ def override(settings: S, given: Settings | None) -> S:
     return settings.model_copy(update=chosen)
 
 
-def validate(raw: dict, settings_class: type[M], as_written: Mapping[str, str] = MappingProxyType({})) -> M:
-    """Convert `raw` to an instance of a settings class.
+class NumberForText(UserError):
+    """Some values must be text, but are the `numbers`, by dotted key. Other values may be wrong, too."""
 
-    `as_written` contains values as the user wrote them, by dotted key. Text that looks like a number, such as 2024_11_25, is
-    taken from there, because Hydra reads the number 20241125. A number from an interpolation, such as ${seed}, becomes text.
-    """
+    def __init__(self, message: str, numbers: Mapping[str, float] = MappingProxyType({})):  # pickle passes only the message
+        super().__init__(message)
+        self.numbers = numbers
+
+
+def validate(raw: dict, settings_class: type[M]) -> M:
+    """Convert `raw` to an instance of a settings class. The message of the UserError has a line for each problem."""
     try:
         return settings_class.model_validate(raw)
     except ValidationError as e:
-        texts = _texts_for_numbers(e.errors(), raw, as_written)
-        if not texts:
-            known = {**flatten(raw), **settings_class.__pydantic_fields__}
-            messages = [f"{_describe_error(error, raw)}{_advise(error, raw, known)}" for error in e.errors()]
-            raise UserError("\n".join(dict.fromkeys(messages))) from e
-    return validate(_replace(raw, texts), settings_class)
-
-
-def _texts_for_numbers(errors: Iterable[dict], raw: dict, as_written: Mapping[str, str]) -> dict[str, str]:
-    """Return the text for each key in `as_written` that must be text but is a number in `raw`.
-
-    For name=2024_11_25, the text is what the user wrote, because Hydra's number is 20241125. For name=${seed}, it is the number
-    that the interpolation gave.
-    """
-    numbers = {_key_of_error(error, raw): error["input"] for error in errors if _is_number_for_text(error)}
-    written = {key: as_written[key] for key in numbers if key in as_written}
-    return {key: str(numbers[key]) if has_interpolation(text) else text for key, text in written.items()}
-
-
-def has_interpolation(text: str) -> bool:
-    """Return whether a value as the user wrote it contains an interpolation. In a sweep, Hydra escapes the braces."""
-    return "${" in text or r"$\{" in text
-
-
-def _replace(raw: dict, values: Mapping[str, object], prefix: str = "") -> dict:
-    """Return a copy of nested dictionaries with other `values`, by dotted key."""
-    return {
-        key: _replace(value, values, f"{prefix}{key}.") if isinstance(value, dict) else values.get(f"{prefix}{key}", value)
-        for key, value in raw.items()
-    }
+        known = {**flatten(raw), **settings_class.__pydantic_fields__}
+        message = "\n".join(dict.fromkeys(f"{_describe_error(error, raw)}{_advise(error, raw, known)}" for error in e.errors()))
+        numbers = {_key_of_error(error, raw): error["input"] for error in e.errors() if _is_number_for_text(error)}
+        raise (NumberForText(message, numbers) if numbers else UserError(message)) from e
 
 
 def _key_of_error(error: dict, raw: dict) -> str:

@@ -158,6 +158,7 @@ def test_text_that_looks_like_a_number_and_quoted_text_reach_the_settings_as_the
     found = []
     for arguments, values in (
         (["name=2024_11_25", "output_dir=1e3"], ("2024_11_25", "1e3", "digits")),
+        (["name=2024_11_25", "output_dir=runs/${name}"], ("2024_11_25", "runs/2024_11_25", "digits")),
         (["name=007", """data.path="a b=c, #d 'e'\""""], ("007", "runs", "a b=c, #d 'e'")),
         (["name=7", "data.path=a b"], ("7", "runs", "a b")),
         (

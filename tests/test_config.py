@@ -1,5 +1,6 @@
 """Every shipped configuration composes and builds. The error for a wrong key or value names it."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from common.roles import ChangesNothing, Role, SameRun, roles_of
 from configs import schema
 from configs.differences import differences_by_role
 from configs.sampling_schema import parse_numbers, sampler_of_run
-from configs.settings import Settings, flatten, read_stored
+from configs.settings import NumberForText, Settings, flatten, read_stored, validate
 from extras.ddpm import AncestralSampler
 from guidance import GUIDANCES, GuidanceInputs
 from routing_module import Route
@@ -300,6 +301,13 @@ def test_one_error_names_all_wrong_keys():
     with pytest.raises(UserError) as error:
         checked(["train.lr=0", "seed=x"])
     assert len(str(error.value).splitlines()) == 2
+
+
+def test_the_error_for_numbers_that_must_be_text_reaches_other_processes():
+    with pytest.raises(NumberForText) as raised:
+        validate({"mode": "disabled", "project": 3}, schema.Wandb)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert error.numbers == {"project": 3} and str(error).startswith("project=3: Input should be a valid string; quote text")
 
 
 def test_data_are_compared_with_the_configuration(tmp_path):
