@@ -1037,6 +1037,14 @@ def test_inspection_compares_all_images_with_their_latents(images, tmp_path, mon
     assert f"3 of 40 decoded latents do not match their image: {different}" in found
 
 
+def test_inspection_refuses_an_autoencoder_that_decodes_to_another_size(images, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(autoencoders, "build", lambda *args, **settings: Halved())
+        folder = encode(images, tmp_path / "out", "sd-vae:halved")
+    with pytest.raises(UserError, match=r"autoencoder=identity decodes to a height of \d+, but the images have \d+"):
+        inspect(folder, f"images={images}", "autoencoder=identity", "grid=none")
+
+
 def test_moments_that_are_declared_as_samples_are_found(tmp_path):
     moments = torch.from_numpy(sd_moments(64))
     info = ShardInfo("sample", 0.18215, "sd-vae:stabilityai/sd-vae-ft-ema", 32, 1)

@@ -72,6 +72,9 @@ def inspect(
     decoder = None
     if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
+        decoded, resolution = dataset.height * decoder.scaling.downsampling, dataset.info.resolution
+        if images is not None and decoded != resolution:
+            raise UserError(f"autoencoder={autoencoder} decodes to a height of {decoded}, but the images have {resolution}")
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
     originals = None if images is None else open_originals(dataset, images)
     problems = find_problems(dataset, sigma_data, originals, decoder, device) + shared
