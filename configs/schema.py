@@ -2,12 +2,12 @@
 
 configs/sampling_schema.py has the configurations of sample.py and fid.py, which use the same groups. Each Hydra group has a class
 in this module. configs/*.yaml define the values of new runs and explain every key in a comment. A default in a class is the value
-that runs used before the key existed (see `configs.settings.read_stored`).
+that runs used before the key existed (see `configs.settings.read_stored`). Names of choices also stand in the tables `GUIDANCES`,
+`SELECTIONS` and `OPTIMIZERS`, whose modules import torch, and in configs/*.yaml. tests/test_choices.py holds these lists equal.
 
 Diffusions and their samplers are settings too. For example, `cfg.diffusion` is an `edm.EDM`, and `cfg.sampler` an
 `edm.EDM.Sampler`. Importing torch takes seconds, so the modules of the chosen network and diffusion are imported only after all
-other keys are validated, and so is the table of selection rules. The names of optimizers and guidances, whose tables import
-torch, stand here a second time. tests/test_choices.py compares them.
+other keys are validated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Model(Settings):
     name: Literal["dit", "tread"]
     backbone: SameWeights[str]
     routes: list[RouteSettings]
-    selection: str  # a name in routing_module.SELECTIONS
+    selection: Literal["uniform", "importance", "grid"]
     fp32_after_route: bool
     class_dropout: Fraction
     learn_sigma: SameWeights[bool]
@@ -303,14 +303,10 @@ def validate_groups(raw: dict, **classes: type) -> dict[str, Any]:
     return dict(validate(raw, create_model("Groups", __base__=Settings, **fields)))
 
 
-def check_backbone_and_selection(model: Model) -> None:
-    from routing_module import SELECTIONS
-
+def check_backbone(model: Model) -> None:
     name, known = model.backbone, model.module.BACKBONES
     if name not in known:
         raise UserError(f"model.backbone={name} is not a backbone of model={model.name}{did_you_mean(name, known)}")
-    if model.selection not in SELECTIONS:
-        raise UserError(f"model.selection={model.selection} is none of {', '.join(SELECTIONS)}")
 
 
 def build_diffusion_and_sampler(diffusion: Any, sampler: Any) -> dict[str, Any]:
@@ -354,9 +350,9 @@ class TrainConfig(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _validate(cls, raw: object, validate_keys: Callable[[object], TrainConfig]) -> TrainConfig:
-        """Validate all keys, and then what needs torch: backbone, selection rule, diffusion and its sampler."""
+        """Validate all keys, and then what needs torch: the name of the backbone, the diffusion and its sampler."""
         cfg = validate_keys(raw)
-        check_backbone_and_selection(cfg.model)
+        check_backbone(cfg.model)
         return cfg.model_copy(update=build_diffusion_and_sampler(cfg.diffusion, cfg.sampler))
 
     @property

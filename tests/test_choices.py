@@ -58,13 +58,14 @@ CODE = {
     "guidance": names_of(schema.GuidanceSettings),
     "alignment": names_of(schema.Alignment),
     "data": {file.stem for file in (CONFIGS / "data").glob("*.yaml")},
-    "model.selection": set(SELECTIONS),
+    "model.selection": literals(schema.Model.model_fields["selection"].annotation),
     "train.optimizer": literals(schema.Train.model_fields["optimizer"].annotation),
 }
 
 
 def test_the_schema_accepts_the_names_in_the_tables_of_functions():
     assert CODE["guidance"] == set(GUIDANCES)
+    assert CODE["model.selection"] == set(SELECTIONS)
     assert CODE["train.optimizer"] == set(OPTIMIZERS)
 
 
@@ -106,7 +107,7 @@ def test_comments_list_the_choices_that_the_schema_accepts():
     groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)]
     annotations = [(key, field.annotation) for group in groups for key, field in group.model_fields.items()]
     annotations += [(key, hint) for kind in (*diffusions, *samplers) for key, hint in get_type_hints(kind).items()]
-    choices = {"selection": [CODE["model.selection"]]}  # the schema accepts the names of a table
+    choices = {}
     for key, annotation in annotations:
         if key != "name" and (found := literals(annotation)):
             choices.setdefault(key, []).append(found)

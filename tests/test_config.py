@@ -263,7 +263,6 @@ def test_a_key_without_a_role_is_an_error():
         ("train.betas=[0.9]", "train.betas=.*2 items"),
         ("train.betas=[0.9,2.0]", r"train.betas\[1\]=2.0"),
         ("model.backbone=dit-xl2", "dit-xl2.*DiT-XL/2"),
-        ("model.selection=rows", "^model.selection=rows is none of uniform, importance, grid$"),
         ("model.routes=[{selection_ratio:0.5,end_layer_idx:3,start:1}]", r"model.routes\[0\].start_layer_idx= is missing"),
         ("sampling.autoencoder='sd-vae:'", "sampling.autoencoder: 'sd-vae:' is not identity, none, sd-vae:<hub id or folder> or"),
         ("evaluation.detector=small-Fashion", "^evaluation.detector: 'small-Fashion' is not .*digits or small-<set>$"),
