@@ -19,7 +19,8 @@ MAX_NAME_BYTES = 255  # length of a file's name on usual file systems
 MAX_CLASSES = 10**6  # tables for more classes would not fit into memory
 
 
-def _colour(name: object) -> object:
+def check_colour(name: object) -> object:
+    """Return the name of an opaque colour. Raises ValueError for other text."""
     from PIL import ImageColor
 
     if name in (None, ""):  # YAML takes an unquoted # as the start of a comment
@@ -82,7 +83,7 @@ def matching(pattern: str, description: str) -> AfterValidator:
 
 Range = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2), AfterValidator(_increasing)]  # [low, high]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_check_on_disk)]  # for example a path
-Colour = Annotated[str, BeforeValidator(_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
+Colour = Annotated[str, BeforeValidator(check_colour)]  # for example white, #ffffff or rgb(255, 255, 255)
 AutoencoderSpec = Annotated[
     str, matching("identity|none|(sd-vae|va-vae):.+", "identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>")
 ]

@@ -115,14 +115,18 @@ def _is_number_for_text(error: dict) -> bool:
 
 
 def describe_errors(error: ValidationError, raw: dict) -> str:
-    """Return one line for `raw`, the content of a file: all unknown keys, all missing keys, and the first 20 wrong values."""
+    """Return one line about `raw`, the content of a file, which names up to 100 unknown and missing keys and 20 wrong values."""
     errors = error.errors()
     unknown = [_key_of_error(e, raw) for e in errors if e["type"] in _UNKNOWN_KEY]
     missing = [_key_of_error(e, raw) for e in errors if e["type"] == "missing"]
-    problems = [f"{what}: {', '.join(keys)}" for what, keys in {"unknown keys": unknown, "missing keys": missing}.items() if keys]
     wrong = [_describe_error(e, raw).replace("\n", "; ") for e in errors if e["type"] not in (*_UNKNOWN_KEY, "missing")]
-    more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
-    return "; ".join([*problems, *dict.fromkeys(wrong[:20]), *more])
+    keys = {"unknown keys": unknown, "missing keys": missing}
+    problems = [f"{what}: {', '.join(_first(100, names))}" for what, names in keys.items() if names]
+    return "; ".join([*problems, *_first(20, [*dict.fromkeys(wrong)])])
+
+
+def _first(number: int, texts: list[str]) -> list[str]:
+    return texts if len(texts) <= number else [*texts[:number], f"and {len(texts) - number} more"]
 
 
 def read_stored(raw: dict, settings_class: type[S], source: object) -> S:

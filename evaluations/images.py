@@ -21,11 +21,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from PIL import ImageColor
 
 from common.errors import UserError, as_user_error, list_problems
 from common.files import hash_bytes, open_atomically, read_yaml
 from common.images import MODES, SUFFIXES, adm_center_crop, list_images, read_rgb
+from common.types import check_colour
 from evaluations.metrics import Statistics
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class NpzImages:
                 self.class_names = file["class_names"].tolist()
             if "background" in file:
                 self.background = str(file["background"])
-                ImageColor.getrgb(self.background)  # raises ValueError for an unknown colour
+                check_colour(self.background)
 
     def __len__(self) -> int:
         return self.shape[0]

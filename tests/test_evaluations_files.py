@@ -63,6 +63,7 @@ BAD_ARRAYS = {
     "NaN": ({"mu_dinov2": MU * np.nan, "sigma_dinov2": np.eye(1024)}, "mu_dinov2 or sigma_dinov2 holds NaN or infinity"),
     "infinity": ({"mu": np.zeros(2048), "sigma": np.diag(np.full(2048, np.inf))}, "mu or sigma holds NaN or infinity"),
     "colour": ({"arr_0": IMAGES, "background": np.asarray("whit")}, "unknown color specifier: 'whit'"),
+    "transparent": ({"arr_0": IMAGES, "background": np.asarray("#ffffff80")}, "'#ffffff80' is transparent"),
 }
 
 
