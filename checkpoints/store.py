@@ -117,10 +117,13 @@ def is_kept(step: int, folder: Path, keep_every: int) -> bool:
     """
     if keep_every and step % keep_every == 0:
         return True
-    with contextlib.suppress(UserError, KeyError, TypeError):  # the checkpoint is damaged
+    try:
         stored = read_yaml(folder / "config.yaml")["checkpoint"]["keep_every"]
         return bool(stored) and step % stored == 0
-    return False
+    except Unreadable:
+        return True
+    except (UserError, KeyError, TypeError):  # the checkpoint is damaged
+        return False
 
 
 def _write_files(folder: Path, tensors: Tensors, state: dict, config: dict) -> None:

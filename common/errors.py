@@ -50,7 +50,7 @@ def prefix_errors(key: str) -> Iterator[None]:
 def as_user_error(source: object) -> Iterator[None]:
     """Convert any error in the `with` block to a UserError that names `source`, because damaged files can raise any exception.
 
-    An OSError becomes `Unreadable`.
+    An error of the operating system becomes `Unreadable`.
     """
     try:
         yield
@@ -58,8 +58,7 @@ def as_user_error(source: object) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as e:  # torch's own message suggests executing code from the file
         raise UserError(f"{source} cannot be read: it is damaged, or holds objects other than tensors and arrays") from e
-    except OSError as e:
-        raise Unreadable(f"{source} cannot be read: {type(e).__name__}: {first_line(e)}") from e
     except Exception as e:
         name = "" if type(e) is ValueError else f"{type(e).__name__}: "
-        raise UserError(f"{source} cannot be read: {name}{first_line(e)}") from e
+        is_from_system = isinstance(e, OSError) and e.errno is not None  # Pillow raises OSError for damaged images
+        raise (Unreadable if is_from_system else UserError)(f"{source} cannot be read: {name}{first_line(e)}") from e

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from common.errors import UserError, as_user_error
+from common.errors import Unreadable, UserError, as_user_error
 from common.files import hash_bytes, pop_format, read_json, regular_file, write_atomically
 from common.images import hash_pixels
 from common.randomness import SampleRandom
@@ -150,11 +150,17 @@ def open_shard(file: Path) -> tuple[ShardInfo, dict[str, Tensor], dict[str, int]
 
 
 def is_intact(file: Path) -> bool:
-    """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact."""
+    """Return whether a shard is readable and matches the hash in its header. Readable shards without a hash count as intact.
+
+    Raises Unreadable if the disk does not give the content now.
+    """
     try:
         metadata = read_header(file)
-        return metadata.pop("hash", None) in (None, _hash(load_file(regular_file(file)), metadata))
-    except (SafetensorError, UserError):
+        with as_user_error(file):
+            return metadata.pop("hash", None) in (None, _hash(load_file(regular_file(file)), metadata))
+    except Unreadable:
+        raise
+    except UserError:
         return False
 
 

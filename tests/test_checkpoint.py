@@ -66,7 +66,7 @@ def test_the_newest_checkpoints_and_every_mth_step_are_kept(tmp_path):
     assert names(tmp_path) == [f"step_00000{step}" for step in (30, 60, 70)]
 
 
-def test_a_checkpoint_that_was_kept_stays_when_keep_every_changes(tmp_path):
+def test_a_checkpoint_that_was_kept_stays_when_keep_every_changes_or_cannot_be_read(tmp_path, monkeypatch):
     def save_with(keep_every, *steps):
         for step in steps:
             *contents, config = make(step)
@@ -74,7 +74,11 @@ def test_a_checkpoint_that_was_kept_stays_when_keep_every_changes(tmp_path):
             store.save(tmp_path, *contents, config, 1, keep_every)
 
     save_with(20, 10, 20, 30)
-    save_with(50, 40, 50, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *args, **settings: raise_os_error())  # the file may be intact
+        save_with(50, 40)
+    assert [*store.list_steps(tmp_path)] == [20, 30, 40]
+    save_with(50, 50, 60)
     (tmp_path / "step_0000020" / "config.yaml").write_text("damaged")
     assert [*store.list_steps(tmp_path)] == [20, 50, 60]
     save_with(0, 70)

@@ -1,5 +1,6 @@
 """Shards: reading returns what was written, and errors name what is wrong."""
 
+import errno
 import json
 import math
 import os
@@ -13,9 +14,9 @@ from conftest import checked, make_shard
 from safetensors.torch import load_file, save_file
 from test_edm import ListedRandom
 
-from common.errors import UserError
+from common.errors import Unreadable, UserError
 from common.images import to_uint8
-from latents import autoencoders
+from latents import autoencoders, shards
 from latents.batches import BatchOrder
 from latents.dataset import LatentDataset
 from latents.shards import ShardInfo, is_intact, latents_for_network, restore_latents, write_shard
@@ -49,6 +50,17 @@ def test_any_changed_byte_of_a_shard_is_found(tmp_path):
     for old, new in ((b"0.5", b"0.5"), (b"0.5", b"0.6"), (good[-1:], bytes([good[-1] ^ 1]))):
         file.write_bytes(new.join(good.rsplit(old, 1)))
         assert is_intact(file) == (file.read_bytes() == good)
+
+
+def test_a_shard_on_an_unreadable_disk_is_not_called_damaged(tmp_path, monkeypatch):
+    make_shard(file := tmp_path / "a.safetensors")
+
+    def fail(*args, **settings):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shards, "load_file", fail)
+    with pytest.raises(Unreadable, match="a.safetensors cannot be read: OSError: .*Input/output error"):
+        is_intact(file)
 
 
 def test_a_shard_may_be_empty_and_its_neighbours_keep_their_items(tmp_path):
@@ -182,6 +194,14 @@ def test_a_manifest_with_other_types_is_refused_by_name(tmp_path, manifest, mess
     with pytest.raises(UserError, match=rf"manifest.json is not a manifest of latent shards \({message}") as refused:
         LatentDataset(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_the_error_about_a_long_manifest_is_short(tmp_path):
+    make_shard(tmp_path / "a.safetensors")
+    (tmp_path / "manifest.json").write_text(json.dumps({"shards": {}, "settings": {}, "left_out": [{"name": "a"}] * 5000}))
+    with pytest.raises(UserError, match=r"missing keys: left_out\[0\].problem, .*, and 4900 more\);") as refused:
+        LatentDataset(tmp_path)
+    assert len(str(refused.value)) < 3000
 
 
 def test_a_manifest_that_is_a_pipe_or_a_broken_link_is_refused_at_once(tmp_path):
