@@ -132,7 +132,8 @@ class RunFolder:
     def _foreign_paths(self) -> Iterator[Path]:
         """Yield the contents of the folder that neither an interrupted first start nor a launcher creates."""
         for path in sorted(self.path.iterdir()):
-            is_empty = path in (self.checkpoints, self.samples) and all(is_leftover(file.name) for file in path.iterdir())
+            is_ours = path in (self.checkpoints, self.samples) and path.is_dir()
+            is_empty = is_ours and all(is_leftover(file.name) for file in path.iterdir())
             is_known = path.name in (".lock", ".hydra", ".has_saved")  # also hydra.output_subdir, and a file of earlier versions
             if not (is_empty or is_known or is_leftover(path.name) or path.suffix in LOG_SUFFIXES):
                 yield path

@@ -523,6 +523,10 @@ def test_the_folder_of_somebody_else_is_refused_before_anything_is_written(train
     with pytest.raises(UserError, match="configs holds config.yaml and was not made by train.py"):
         train("configs")
     assert [file.name for file in (tmp_path / "configs").iterdir()] == ["config.yaml"]
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "samples").touch()
+    with pytest.raises(UserError, match="file holds samples and was not made by train.py"):
+        train("file")
     with pytest.raises(UserError, match="name: aaa.* is longer than 255 bytes"):
         checked([*TINY, f"name={'a' * 256}"])
 
@@ -673,6 +677,7 @@ def test_the_default_length_of_a_run_on_custom_data_depends_on_the_number_of_ima
     assert (cfg.sample_grid.every, cfg.checkpoint.every, cfg.evaluation.every, cfg.train.ema_snapshot_every) == (7, 50, 100, 2)
     untouched = checked(TINY)
     assert complete_lengths(untouched, num_images) == untouched
+    assert complete_lengths(checked(["data=custom", "train.batch_size=1000000000"]), num_images).train.num_steps == 1
 
 
 def test_a_run_warns_before_the_disk_is_full_and_needs_room_for_a_checkpoint(train, monkeypatch, caplog, tmp_path):

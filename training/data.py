@@ -62,7 +62,7 @@ def complete_lengths(cfg: schema.TrainConfig, num_images: int) -> schema.TrainCo
 
     configs/data/custom.yaml describes the rule.
     """
-    num_steps = cfg.train.num_steps or min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size
+    num_steps = cfg.train.num_steps or max(min(max(2000 * num_images, 2_560_000), 102_400_000) // cfg.train.batch_size, 1)
     every = max(num_steps // 20, min(num_steps, 500))
     ema_decay = round(min(max(1 - 10 / num_steps, 0.9), 0.9999), 6)
     rule = {
