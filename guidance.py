@@ -5,7 +5,8 @@ is the null class. level is the noise level of all B samples, a number (sigma fo
 tokens.
 
 The `bounds` limit guidance to noise levels in (level_lo, level_hi] (arXiv 2404.07724). At other noise levels, the denoiser
-returns the unguided estimate. A bound of None, the default, has no effect.
+returns the estimate that the guidance starts from, for sparse guidance that of the strong branch. A bound of None, the default,
+has no effect.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def _guide(
         low, high = np.float32(low), np.float32(high)
 
     def denoiser(x: Tensor, level: float, y: Tensor) -> Tensor:
-        # In float32, a bound equals the noise level of the sampler that is meant, also if their float64 values differ.
+        # A bound that is meant to equal one of the sampler's noise levels may differ from it in float64. In float32, it is equal.
         if not low < np.float32(level) <= high:
             return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)

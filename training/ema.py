@@ -29,7 +29,7 @@ class EMA:
         self.num_updates_before = 0
         self.net = copy.deepcopy(net).float().eval().requires_grad_(False)
         self.averages = dict(self.net.named_parameters())
-        # Untrained parameters (the position embeddings) have the same values in both networks.
+        # Untrained parameters, such as the position embeddings, have the same values in both networks.
         self._trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
