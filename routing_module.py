@@ -131,7 +131,6 @@ class TokenRouter:
     """
 
     def __init__(self, routes: Sequence[Route], depth: int):
-        self.depth = depth
         self.routes: tuple[Route, ...] = ()  # these routes have non-negative block indices
         for i, route in enumerate(routes):
             _check_ratio(f"routes[{i}].selection_ratio", route.selection_ratio)
