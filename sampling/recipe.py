@@ -114,22 +114,11 @@ class Recipe:
 
     def build_image_sampler(self, net: DiT, decoder: Autoencoder, device: torch.device, compile_mode: str) -> ImageSampler:
         """Build a sampler for a network that was compiled with `compile_mode`. Also load the guidance method's weak network."""
-        config, weak = self.config, None
+        weak = None
         if self.weak:
             weak = load_network(self.weak, self.guidance.weights, device, compile_mode), self.weak.config.diffusion
-        return ImageSampler(
-            net=net,
-            diffusion=config.diffusion,
-            sampler=config.sampler,
-            guidance=build_guidance(self.guidance),
-            autoencoder=decoder,
-            data=config.data,
-            device=device,
-            precision=config.sampling.precision,
-            rounding=config.sampling.rounding,
-            is_compiled=resolve_compile(compile_mode, device) != "none",
-            weak=weak,
-        )
+        guidance, is_compiled = build_guidance(self.guidance), resolve_compile(compile_mode, device) != "none"
+        return ImageSampler(net, self.config, guidance, decoder, device, is_compiled, weak)
 
 
 def fingerprint_files_of(recipes: Sequence[Recipe], key: str = "checkpoint") -> list[FileFingerprint]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from common.errors import Diverged
 from common.images import to_uint8
-from common.interfaces import Diffusion, Sampler
+from common.interfaces import Diffusion
 from common.randomness import SeedRandom, derive_seed
-from configs.schema import Data
+from configs.schema import TrainConfig
 from dit import DiT
 from guidance import Guidance, GuidanceInputs
 from latents.autoencoders import Autoencoder
@@ -28,25 +28,19 @@ class ImageSampler:
 
     Attributes:
         net: Network in evaluation mode on `device`.
-        sampler: Sampler of `diffusion`.
+        config: Configuration of the run that trains the network, with the values to sample with.
+        guidance: Function of one guidance. The configuration may list several.
         autoencoder: Autoencoder that decodes the output of `restore_latents`.
-        data: Shape, number of classes and scale of the latents.
-        precision: Precision of the networks, `fp32` or `bf16`.
-        rounding: Rounding mode for pixel values. See `common.images.to_uint8`.
         is_compiled: Whether to pad each batch to the largest batch size so far, because each new size triggers a compilation.
         weak: Weak network of the guidance method and the diffusion of that network.
         cost: `network_evaluations` and `gflops_per_image` of the last call, summed over both networks.
     """
 
     net: DiT
-    diffusion: Diffusion
-    sampler: Sampler
+    config: TrainConfig
     guidance: Guidance
     autoencoder: Autoencoder
-    data: Data
     device: torch.device
-    precision: str = "fp32"
-    rounding: str = "round"
     is_compiled: bool = False
     weak: tuple[DiT, Diffusion] | None = None
     cost: dict[str, float] = field(default_factory=dict, init=False)
@@ -59,7 +53,7 @@ class ImageSampler:
         Args:
             labels: Class label for each seed, from 0 to num_classes. Label num_classes is the null class.
         """
-        data, num_images = self.data, len(seeds)
+        config, data, num_images = self.config, self.config.data, len(seeds)
         if self.is_compiled:
             self._largest_batch = max(self._largest_batch, num_images)
             missing = self._largest_batch - num_images
@@ -71,29 +65,30 @@ class ImageSampler:
 
         def denoise(net: DiT, diffusion: Diffusion, x: Tensor, level: float, y: Tensor, **routing) -> Tensor:
             calls[net, routing.get("selection_ratios", 0.0)] += len(x) / len(seeds)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=config.sampling.precision == "bf16"):
                 return diffusion.denoise(net, x, level, y, **routing)
 
         shape = self.net.route_noise_shape
         inputs = GuidanceInputs(
-            partial(denoise, self.net, self.diffusion),
+            partial(denoise, self.net, config.diffusion),
             data.num_classes,
             shape,
             draw_route_noise=lambda: random_routes.rand(*shape),
             weak=partial(denoise, *self.weak) if self.weak else None,
             weak_route_noise_shape=self.weak[0].route_noise_shape if self.weak else (0, 0),
-            levels=self.sampler.evaluated_levels(),
+            levels=config.sampler.evaluated_levels(),
         )
         noise = random.randn(data.in_channels, data.input_size, data.input_size)
-        latents = self.sampler(self.guidance(inputs), noise, y, random)
+        latents = config.sampler(self.guidance(inputs), noise, y, random)
         flops = sum(number * net.forward_flops(ratios) for (net, ratios), number in calls.items())
         self.cost = {"network_evaluations": sum(calls.values()), "gflops_per_image": flops / 1e9}
         if not latents.isfinite().all():
             raise Diverged(
-                f"the network returns NaN or infinity with sampling.precision={self.precision}; its weights may have diverged"
+                f"the network returns NaN or infinity with sampling.precision={config.sampling.precision}; "
+                "its weights may have diverged"
             )
         images = self.autoencoder.decode(restore_latents(latents[:num_images], data))
-        return to_uint8(images, self.rounding).cpu().numpy()
+        return to_uint8(images, config.sampling.rounding).cpu().numpy()
 
 
 def draw_labels(seeds: Iterable[int], num_classes: int, rule: str) -> dict[int, int]:

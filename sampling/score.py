@@ -97,7 +97,7 @@ def score_samples(
     start_sec = time.perf_counter()
     settings = planned.settings
     seeds = range(settings["first_seed"], settings["first_seed"] + settings["num_samples"])
-    labels = draw_labels(seeds, image_sampler.data.num_classes, settings["labels"])
+    labels = draw_labels(seeds, image_sampler.config.data.num_classes, settings["labels"])
     compared = evaluator.labels_to_compare(list(labels.values()), class_names)
     features = evaluator.features_of_samples(image_sampler, labels, stop, name)
     metrics = on_main(partial(evaluator.compute_metrics, features, compared))

@@ -97,9 +97,9 @@ def with_other_labels(sampler):
 
 @pytest.mark.parametrize(("damage", "guidance"), zip([None, without_guidance, with_other_labels], [CFG, SPARSE, CFG]))
 def test_the_comparison_of_images_detects_wrong_images(monkeypatch, damage, guidance):
-    def sampler(**settings):
-        made = ImageSampler(**settings)
-        return damage(made) if damage and made.precision == "bf16" else made
+    def sampler(*parts):
+        made = ImageSampler(*parts)
+        return damage(made) if damage and made.config.sampling.precision == "bf16" else made
 
     monkeypatch.setattr(test_numerics, "ImageSampler", sampler)
     with contextlib.nullcontext() if damage is None else pytest.raises(AssertionError, match="levels"):

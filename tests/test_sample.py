@@ -5,7 +5,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,12 +100,11 @@ def test_a_compiled_network_sees_a_single_batch_size(monkeypatch):
     torch.compiler.reset()
     net = dit.DiT(input_size=4, patch_size=2, in_channels=1, num_classes=3, depth=2, width=16, num_heads=2, init="official_tread")
     ema = EMA(net, 0.9)
-    cfg = checked(["sampler.num_steps=2"])
     guidance = partial(guidances.classifier_free, cfg_scale=2.0)
-    shape = {"in_channels": 1, "input_size": 4, "num_classes": 3}
-    data = SimpleNamespace(**shape, scale_factor=1.0, latents_mean=None, latents_std=None)
+    shape = ["data.in_channels=1", "data.input_size=4", "data.num_classes=3", "+data.scale_factor=1"]
+    cfg = checked(["sampler.num_steps=2", "sampling.precision=fp32", *shape])
     with torch._dynamo.config.patch():
-        plain = ImageSampler(ema.net, cfg.diffusion, cfg.sampler, guidance, Identity(), data, torch.device("cpu"))
+        plain = ImageSampler(ema.net, cfg, guidance, Identity(), torch.device("cpu"))
         expected = [plain([0, 1, 2], [0, 1, 2]), plain([3], [0])]
         compile_network(ema.net, "blocks")
         sampler = replace(plain, is_compiled=True)

@@ -55,7 +55,7 @@ class SampleGridHook(Hook):
             return
         accelerator, size = trainer.accelerator, trainer.cfg.sampling.batch_size
         seeds = list(range(trainer.cfg.sample_grid.num_samples))
-        labels = [seed % self.image_sampler.data.num_classes for seed in seeds]
+        labels = [seed % trainer.cfg.data.num_classes for seed in seeds]
         starts, is_silent = range(0, len(seeds), size), not accelerator.is_main_process
         bar = progress_bar(starts, desc="grid", unit="batch", leave=False, disable=is_silent)
         images = []  # filled only on the main process
