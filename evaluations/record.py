@@ -101,7 +101,7 @@ class PlannedEvaluation(BaseModel, frozen=True, strict=True, extra="forbid"):
     ) -> EvaluationRecord:
         """Return the record of this evaluation. The arguments are fields of `EvaluationRecord`."""
         figures = {"metrics": metrics, "cost": cost or {}, "by_level": by_level or [], "evaluation_sec": evaluation_sec}
-        return EvaluationRecord.model_construct(**dict(self), **figures)  # without checks, because a metric may be NaN
+        return EvaluationRecord.model_construct(**dict(self), **figures)  # without checks: these are our own figures
 
 
 class EvaluationRecord(PlannedEvaluation):
