@@ -93,6 +93,11 @@ def metrics_for(detector: str) -> list[Metric]:
     return [replace(metric, name=metric.name.format(name or detector)) for metric in rows]
 
 
+def primary_metric(detectors: Sequence[str]) -> str:
+    """Return the name of the first detector's primary metric, which tables rank by and sweepers minimise."""
+    return metrics_for(detectors[0])[0].name
+
+
 def find_metric(name: str) -> Metric | None:
     """Find the METRICS entry for a full name such as fid or fd_fashion. Returns None for an unknown name."""
     return next((metric for metric in METRICS if re.fullmatch(metric.name.replace("{}", "[a-z0-9_]+"), name)), None)

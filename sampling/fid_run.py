@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from configs.schema import SharedEvaluationSettings
 from evaluations.features import Features
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
-from evaluations.suite import format_metrics, metrics_for
+from evaluations.suite import format_metrics, primary_metric
 from evaluations.tables import ResultsTable, format_settings, write_tables
 from latents import autoencoders
 from runtime.processes import on_main
@@ -116,7 +116,7 @@ def write_results(rows: Sequence[TableRow], evaluation: SharedEvaluationSettings
 
     Return the lowest value of the first metric, which sweepers minimise.
     """
-    metric = metrics_for(evaluation.all_detectors[0])[0].name
+    metric = primary_metric(evaluation.all_detectors)
     for results in dict.fromkeys(row.results for row in rows):
         write_tables(results, [(row.planned, row.columns) for row in rows if row.results is results], metric)
     found = [(record, row.columns) for row in rows if (record := row.results.find(row.planned))]

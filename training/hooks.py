@@ -14,7 +14,7 @@ from common.images import class_caption, labelled_grid
 from common.interruption import until_stopped
 from common.progress import progress_bar
 from evaluations.record import EvaluationRecord, PlannedEvaluation, Results, lowest_figure
-from evaluations.suite import display_name, format_metrics, metrics_for
+from evaluations.suite import display_name, format_metrics, primary_metric
 from runtime.processes import keep_on_main, on_main
 from sampling.evaluator import Evaluator
 from sampling.sampler import ImageSampler
@@ -109,7 +109,7 @@ class EvaluationHook(Hook):
 def lowest_metric(trainer: Trainer, hooks: Iterable[Hook]) -> float | None:
     """Return the metric of the last evaluations that sweepers minimise (`record.lowest_figure`), or None without any."""
     records = [hook.results.find(hook.planned(trainer)) for hook in hooks if isinstance(hook, EvaluationHook)]
-    metric = metrics_for(trainer.cfg.evaluation.all_detectors[0])[0].name
+    metric = primary_metric(trainer.cfg.evaluation.all_detectors)
     return lowest_figure((record for record in records if record is not None), metric)
 
 
