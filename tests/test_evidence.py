@@ -141,6 +141,7 @@ def test_every_interval_of_the_page_is_printed_by_the_command(printed):
 
 # The first lines of a page that hold its rule, and their hash. A rule is never reworded: corrections with a date follow it.
 RULES = {
+    "fashion_256_time": (104, "deb5b1a177b25d1fd29c55218dc63c43c049e61e59196121a3a2c1f558977791"),
     "fashion_guided_time": (95, "9b52f1e06427af239e04ec48d63f00dca045c9b3f81d81f3896805e71f6a935f"),
     "fashion_learning_rates": (71, "bc33d14435bd59130b1dc00a13ab69f8be2bf7ed69f0afe997a2aff1ae19731b"),
     "fashion_sprint": (60, "438d3788beb77732505f70b342bba4e465f2070aca2baacf59c4e7d546c19687"),
