@@ -154,9 +154,8 @@ class Results:
         self.file = folder / "results.jsonl"
         self._is_writable = True
         self._version: tuple[int, ...] | None = None  # inode, size and time of results.jsonl when it was read last
-        self._stored: list[EvaluationRecord] = []
-        self._unstored: list[EvaluationRecord] = []  # records that could not be written
-        self._by_key: dict[tuple, EvaluationRecord] = {}  # the first record of each evaluation
+        self._stored: dict[tuple, EvaluationRecord] = {}  # the first record of each evaluation, by its key
+        self._unstored: dict[tuple, EvaluationRecord] = {}  # records that could not be written
 
     @property
     def reference_cache(self) -> Path:
@@ -194,30 +193,32 @@ class Results:
     @property
     def records(self) -> list[EvaluationRecord]:
         """All records, also those that other processes have stored by now."""
-        self._read_if_changed()
-        return self._stored + self._unstored
+        return [*self._by_key().values()]
 
     def find(self, planned: PlannedEvaluation) -> EvaluationRecord | None:
         """Return the record of an evaluation, or None if it is still to do.
 
         In the folder of a run, a record without the hash of a checkpoint has the figures of the run's weights at its step.
         """
-        self._read_if_changed()
-        found = self._by_key.get(planned.key)
+        known = self._by_key()
+        found = known.get(planned.key)
         if found is None and planned.checkpoint and self.run_folder is not None and self.run_folder.name == planned.run:
-            found = self._by_key.get(planned.model_copy(update={"checkpoint": None}).key)
+            found = known.get(planned.model_copy(update={"checkpoint": None}).key)
         return found
 
-    def _read_if_changed(self) -> None:
+    def _by_key(self) -> dict[tuple, EvaluationRecord]:
+        """Return the records by key. The file is read again if it has changed."""
         version = None
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
             status = os.fstat(f.fileno())  # NFS may remember an older state of a file that is not open
             version = (status.st_ino, status.st_size, status.st_mtime_ns)
         if version != self._version:
             log_level = logging.DEBUG if self._version else logging.WARNING  # warn once about lines that are not results
-            stored = read_records(self.file, log_level)
-            self._by_key = {record.key: record for record in reversed(stored + self._unstored)}
-            self._stored, self._version = stored, version  # last, because another thread may look up records meanwhile
+            stored: dict[tuple, EvaluationRecord] = {}
+            for record in read_records(self.file, log_level):
+                stored.setdefault(record.key, record)
+            self._stored, self._version = stored, version
+        return self._stored | self._unstored
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -244,8 +245,7 @@ class Results:
 
         self.write_or_warn(append)
         if not self.find(record):
-            self._unstored.append(record)
-            self._by_key[record.key] = record
+            self._unstored[record.key] = record
 
     def forget_after(self, step: int) -> None:
         """Delete the run's own records after `step`, because a run that resumes there makes these evaluations again.

@@ -10,6 +10,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -575,6 +576,19 @@ def test_lines_that_are_no_results_are_left_out_with_one_warning(tmp_path, caplo
     assert warning.startswith(f"{tmp_path / 'results.jsonl'}: line 1 is left out: metrics.fid=nan: ")
     assert warning.endswith("(7 other lines are left out, too)")
     assert "1.00 ± 0.50" in table_of(results, [done])
+
+
+def test_a_result_that_could_not_be_stored_is_still_known_when_another_process_stores_one(tmp_path, monkeypatch, caplog):
+    unstored, stored = record("a.npz", 1.0), record("b.npz", 2.0)
+    results = Results(tmp_path, is_optional=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("evaluations.record.append_line", mock.Mock(side_effect=UserError("full")))
+        results.add(unstored)
+    assert "full; the results of this run are printed, but not stored" in caplog.text
+    assert results.records == [unstored] and results.find(wanted(unstored)) == unstored
+    Results(tmp_path).add(stored)
+    assert results.records == [stored, unstored] and results.find(wanted(unstored)) == unstored
+    assert results.find(wanted(stored)) == stored
 
 
 def test_a_results_file_that_is_a_link_is_refused_before_the_evaluations(tmp_path):
