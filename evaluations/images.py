@@ -8,6 +8,7 @@ names of the classes in `class_names`, and the colour behind transparent images 
 
 from __future__ import annotations
 
+import abc
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -52,39 +53,40 @@ def evaluation_order(num_images: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(num_images)
 
 
-class ImageSet(Protocol):
+class ImageSet(abc.ABC):
     """N images of one size, which are read in ascending order."""
 
     path: Path
     shape: tuple[int, ...]  # (N, H, W, 3), where N is 0 if only statistics are stored
-    labels: np.ndarray | None  # class of each image [N], int64, or None if the classes are unknown
-    class_names: list[str] | None  # names of the classes, or None if they are unknown
-    statistics: dict[str, dict[str, Statistics]]  # stored statistics, as {detector: {layer: Statistics}}
-    background: str | None  # colour behind transparent images, or None if it is unknown
+    labels: np.ndarray | None = None  # class of each image [N], int64, or None if the classes are unknown
+    class_names: list[str] | None = None  # names of the classes, or None if they are unknown
+    statistics: Mapping[str, Mapping[str, Statistics]] = MappingProxyType({})  # as {detector: {layer: Statistics}}
+    background: str | None = None  # colour behind transparent images, or None if it is unknown
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self.shape[0]
 
+    @abc.abstractmethod
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         """Yield the images with the ascending indices `items`, or all images, in uint8 batches [b, H, W, 3]."""
-        ...
 
+    @abc.abstractmethod
     def portable_hash(self) -> str:
         """Return a hash that is equal for a copy of the set on another machine."""
-        ...
 
     def local_hash(self) -> str:
         """Return a hash that identifies the pixels and labels on this machine, for caches and results."""
-        ...
+        return self.portable_hash()
 
     def spot_check(self) -> object:
         """Read a little from the disk again, and return what is equal on all processes that see the same images."""
-        ...
+        return self.portable_hash()
 
 
 NUM_LISTED = 10_000  # number of images from an unreadable one on that are read to list the unreadable ones together
 
 
-class ImageFolder:
+class ImageFolder(ImageSet):
     """Image files in a folder and its subfolders, sorted by relative path. Hidden files are skipped.
 
     The class logs how many files it does not read. If sample.py wrote the images, their names contain the labels. Subfolders can
@@ -101,8 +103,6 @@ class ImageFolder:
     Raises:
         UserError: The folder contains no images, or an image cannot be used. The message names the folder or the image.
     """
-
-    labels, class_names, statistics = None, None, {}
 
     def __init__(self, path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"):
         self.path, self.crop, self.background = Path(path), crop, background
@@ -147,9 +147,6 @@ class ImageFolder:
                 made = f"sample.py made the images in {first} and {other} with different {', '.join(sorted(changed))}"
                 raise UserError(f"{self.path}: {made}; give one folder")
         return folders
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         files = self.files if items is None else [self.files[i] for i in items]
@@ -217,7 +214,7 @@ class ImageFolder:
             return np.array(image)
 
 
-class NpzImages:
+class NpzImages(ImageSet):
     """Images in an .npz file. Batches are read directly from the file, so the images do not have to fit into memory.
 
     Raises:
@@ -227,8 +224,7 @@ class NpzImages:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.shape = (0, 0, 0, 3)  # without images
-        self.labels = self.class_names = self.background = None
-        self.statistics = {}
+        self.statistics: dict[str, dict[str, Statistics]] = {}
         with as_user_error(self.path), np.load(self.path, allow_pickle=False) as file:
             for (detector, layer), (mu, sigma, size) in STATISTICS_KEYS.items():
                 if mu in file:
@@ -258,9 +254,6 @@ class NpzImages:
                 self.background = str(file["background"])
                 check_colour(self.background)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         items = range(len(self)) if items is None else items
         size = int(np.prod(self.shape[1:]))  # of an image in bytes
@@ -280,13 +273,12 @@ class NpzImages:
     def portable_hash(self) -> str:
         """Hash the names, sizes and CRC-32 checksums that the archive lists for its arrays, except UNHASHED_ARRAYS.
 
-        A copy to which `prepare_latents.py reference` adds the colour, such as that of ADM's file, is the same reference.
+        The checksums cover the contents of the arrays. A copy to which `prepare_latents.py reference` adds the colour, such as
+        that of ADM's file, is the same reference.
         """
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
             return hash_bytes(repr([entry for entry in entries if entry[0] not in UNHASHED_ARRAYS]).encode())
-
-    local_hash = spot_check = portable_hash  # the checksums already cover the contents of the arrays
 
 
 def open_images(

@@ -13,10 +13,8 @@ from latents.dataset import LatentDataset
 from latents.shards import shard_files
 
 
-class PixelShards:
+class PixelShards(ImageSet):
     """Images in shards of autoencoder=identity, whose latents are the pixels."""
-
-    statistics = {}
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -25,12 +23,9 @@ class PixelShards:
             command = "`python prepare_latents.py reference images=<the images> output=<file.npz>`"
             raise UserError(f"{path} holds latents of autoencoder={autoencoder}, not images; give their images, or run {command}")
         self.shape = (len(self._dataset), self._dataset.height, self._dataset.width, 3)
-        self.labels: np.ndarray | None = self._dataset.labels
-        self.class_names: list[str] | None = self._dataset.class_names
-        self.background: str | None = self._dataset.encode_settings.get("background")
-
-    def __len__(self) -> int:
-        return self.shape[0]
+        self.labels = self._dataset.labels
+        self.class_names = self._dataset.class_names
+        self.background = self._dataset.encode_settings.get("background")
 
     def batches(self, batch_size: int, items: Sequence[int] | None = None) -> Iterator[np.ndarray]:
         items = np.arange(len(self)) if items is None else np.asarray(items)
@@ -40,8 +35,6 @@ class PixelShards:
 
     def portable_hash(self) -> str:
         return self._dataset.hash
-
-    local_hash = portable_hash
 
     def spot_check(self) -> str:
         return LatentDataset(self.path).hash
