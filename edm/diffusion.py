@@ -32,7 +32,7 @@ class EDM:
     P_mean: FiniteFloat = -1.2
     P_std: PositiveFloat = 1.2
     name: SameLatents[Literal["edm"]] = "edm"  # selected with diffusion=edm
-    Sampler: ClassVar = HeunSampler
+    Sampler: ClassVar[type] = HeunSampler
 
     def coefficients(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return c_skip, c_out, c_in and c_noise (Table 1, column "Ours"). Each coefficient has the shape of sigma."""

@@ -113,7 +113,7 @@ class DDPM:
     """DDPM's denoiser, with the interface of `edm.EDM` but without a loss. It calls net(x_t, t, y, **kwargs)."""
 
     name: SameLatents[Literal["ddpm"]] = "ddpm"  # selected by diffusion=ddpm
-    Sampler: ClassVar = AncestralSampler
+    Sampler: ClassVar[type] = AncestralSampler
 
     def denoise(self, net: Callable[..., Tensor], x: Tensor, t: Tensor | float, y: Tensor, **net_kwargs) -> Tensor:
         """Compute D_x from the predicted noise (arXiv 2006.11239, Eq. 15). If the network learned a variance, also return v.

@@ -42,7 +42,7 @@ class SiT:
     logit_std: PositiveFloat = 1.0
     cosine_weight: NonNegativeFloat = 0.0
     name: SameLatents[Literal["sit"]] = "sit"  # selected with diffusion=sit
-    Sampler: ClassVar = FlowSampler
+    Sampler: ClassVar[type] = FlowSampler
 
     def velocity(self, net: Callable[..., Tensor], x: Tensor, t: Tensor, y: Tensor, **net_kwargs) -> Tensor:
         """Return the network's estimate of v = E[eps - x | x_t], (B, C, H, W) float32.
