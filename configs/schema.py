@@ -242,7 +242,7 @@ class CheckpointSettings(Settings):
 
 class SampleGrid(Settings):
     every: NonNegativeInt | None
-    num_samples: Annotated[int, Field(ge=1, le=10**4)]  # one grid shows all samples
+    num_samples: Annotated[PositiveInt, Field(le=10**4)]  # one grid shows all samples
 
 
 class Sampling(Settings):

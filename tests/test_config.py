@@ -292,8 +292,8 @@ def test_the_error_for_a_wrong_key_or_value_says_what_is_accepted(override, word
 
 
 def test_a_count_may_be_written_as_a_float():
-    cfg = checked(["evaluation.num_samples=1e3", "sampler.num_steps=3e1"])
-    assert (cfg.evaluation.num_samples, cfg.sampler.num_steps) == (1000, 30)
+    cfg = checked(["evaluation.num_samples=1e3", "sampler.num_steps=3e1", "sample_grid.num_samples=1e1"])
+    assert (cfg.evaluation.num_samples, cfg.sampler.num_steps, cfg.sample_grid.num_samples) == (1000, 30, 10)
 
 
 def test_one_error_names_all_wrong_keys():
