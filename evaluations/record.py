@@ -217,7 +217,7 @@ class Results:
             stored: dict[tuple, EvaluationRecord] = {}
             for record in read_records(self.file, log_level):
                 stored.setdefault(record.key, record)
-            self._stored, self._version = stored, version
+            self._stored, self._version = stored, version  # last, because another thread may look up records meanwhile
         return self._stored | self._unstored
 
     @contextlib.contextmanager
