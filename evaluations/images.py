@@ -258,12 +258,12 @@ class NpzImages(ImageSet):
         items = range(len(self)) if items is None else items
         size = int(np.prod(self.shape[1:]))  # of an image in bytes
         with as_user_error(self.path), zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as f:
-            f.seek(self._header_bytes)
+            f.read(self._header_bytes)  # seeking would disable the checksum, since Python 3.12
             following = 0  # index of the image at the current position
             for i in range(0, len(items), batch_size):
                 images = np.empty((len(items[i : i + batch_size]), *self.shape[1:]), dtype=np.uint8)
                 for image, item in zip(images, items[i : i + batch_size]):
-                    if item != following:  # seeking disables the file's checksum
+                    if item != following:  # without the checksum
                         f.seek(self._header_bytes + int(item) * size)
                     if f.readinto(image.reshape(-1).data) != size:  # ty: ignore[missing-attribute] (it is a ZipExtFile, not IO)
                         raise EOFError(f"arr_0 ends before image {item + 1} of {len(self)}")
