@@ -1,5 +1,6 @@
 """Encoding images gives shards with the autoencoder's latents, even after errors. tests/test_drills.py kills the command."""
 
+import contextlib
 import copy
 import io
 import json
@@ -169,8 +170,10 @@ def test_samples_are_drawn_once_and_depend_only_on_the_seed_and_the_image(images
 
 def test_a_folder_is_locked_until_it_has_its_manifest_and_may_be_locked_again_at_once(tmp_path, monkeypatch):
     def open_folder():
-        return ShardFolder.open(tmp_path, INFO, {"shard_size": 2, "dtype": "float32"}, lambda start, stop: "hash", num_items=4)
+        settings = {"shard_size": 2, "dtype": "float32"}
+        return ShardFolder.open(tmp_path, INFO, settings, lambda start, stop: "hash", num_items=4, stack=stack)
 
+    stack = contextlib.ExitStack()  # stays open, so that the locks of both folders are held
     first, opened = open_folder(), []
     for shard in first.missing:
         first.write(shard, {"labels": torch.tensor([0, 1]), "latents": torch.randn(2, 1, 4, 4)})

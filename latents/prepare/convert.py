@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,14 +54,15 @@ def convert(cfg: ConvertConfig) -> None:
     settings |= {name: getattr(cfg, name) for name in ("normalize", "keep_images", "shard_size", "dtype")}
     read_jpeg = source.open_jpegs(info.resolution) if cfg.keep_images == "jpeg" else None
     items_hash = source.hash()
-    folder = ShardFolder.open(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", len(source.labels))
-    for shard in progress_bar(folder.missing, unit="shards"):
-        tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
-        tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
-        if read_jpeg is not None:
-            tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
-        folder.write(shard, tensors)
-    folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
+    with contextlib.ExitStack() as stack:  # locks the output folder
+        folder = ShardFolder.open(cfg.output, info, settings, lambda start, _: f"{items_hash} {start}", len(source.labels), stack)
+        for shard in progress_bar(folder.missing, unit="shards"):
+            tensors = {"labels": torch.from_numpy(source.labels[shard.start : shard.stop])}
+            tensors |= {name: latents / scale for name, latents in source.read(shard.start, shard.stop).items()}
+            if read_jpeg is not None:
+                tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
+            folder.write(shard, tensors)
+        folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
 
 
 def resolve_shard_info(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:

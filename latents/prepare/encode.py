@@ -65,16 +65,17 @@ def encode(cfg: EncodeConfig) -> None:
     weights_hash = vae.hash()
     check_same_files(partial(fingerprint_inputs, images, weights_hash, cfg))
     images = select_images(images, cfg)
-    # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
-    folder, still_unreadable = on_main(partial(plan_shards, images, vae, weights_hash, cfg))
-    check_new_file("output", folder.lock_path)
-    unreadable = encode_images(folder, images, vae, cfg, accelerator)
-    unreadable = still_unreadable | dict(gather_lists([*unreadable.items()]))
-    # The error comes after every process has made its shards, because it ends all processes.
-    if unreadable:
-        raise UserError(list_problems([*unreadable.values()], REPAIR_IN_SHARDS))
-    entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
-    on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
+    with contextlib.ExitStack() as stack:  # the main process locks the output folder
+        # Only the main process looks at the folder, because the file systems of other nodes may see it as it was before.
+        folder, still_unreadable = on_main(partial(plan_shards, images, vae, weights_hash, cfg, stack))
+        check_new_file("output", folder.lock_path)
+        unreadable = encode_images(folder, images, vae, cfg, accelerator)
+        unreadable = still_unreadable | dict(gather_lists([*unreadable.items()]))
+        # The error comes after every process has made its shards, because it ends all processes.
+        if unreadable:
+            raise UserError(list_problems([*unreadable.values()], REPAIR_IN_SHARDS))
+        entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
+        on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
 
 
 class _ReadableImage(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,9 +131,9 @@ def fingerprint_inputs(images: LabelledImages, weights_hash: str, cfg: EncodeCon
 
 
 def plan_shards(
-    images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig
+    images: LabelledImages, vae: Autoencoder, weights_hash: str, cfg: EncodeConfig, stack: contextlib.ExitStack
 ) -> tuple[ShardFolder, dict[str, str]]:
-    """Lock the output folder, rename shards that are out of date, and find the missing shards.
+    """Lock the output folder until `stack` is closed, rename shards that are out of date, and find the missing shards.
 
     Return the folder, and what `recheck_left_out` returns.
     """
@@ -141,7 +142,7 @@ def plan_shards(
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
-    folder = ShardFolder.open(cfg.output, info, settings, images.hash, len(images))
+    folder = ShardFolder.open(cfg.output, info, settings, images.hash, len(images), stack)
     still_unreadable = recheck_left_out(folder, images, cfg)
     num_missing = len(folder.missing)
     log.info("%d images in %d classes; %d of %d shards to make", len(images), info.num_classes, num_missing, len(folder.shards))

@@ -6,6 +6,7 @@ and a hash of the items, so resuming requires only the shards. In a complete fol
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -57,9 +58,9 @@ class PlannedShard:
 
 @dataclass
 class ShardFolder:
-    """A folder that this process has locked, and the shards that it shall hold.
+    """A folder that the main process has locked, and the shards that it shall hold.
 
-    The main process opens the folder with `open`. The other processes get a copy without the lock, and call only `write`.
+    The main process opens the folder with `open`. The other processes get a copy, and call only `write`.
     """
 
     output: Path
@@ -69,13 +70,18 @@ class ShardFolder:
     # The shards that `open` has found complete and up to date, and the names of the items that each has left out. If one of them
     # can be read now, call `rename_outdated`.
     finished: dict[PlannedShard, set[str]] = field(default_factory=dict)
-    lock: IO[bytes] | None = None
 
     @classmethod
     def open(
-        cls, output: str, info: ShardInfo, settings: dict, hash_items: Callable[[int, int], str], num_items: int
+        cls,
+        output: str,
+        info: ShardInfo,
+        settings: dict,
+        hash_items: Callable[[int, int], str],
+        num_items: int,
+        stack: contextlib.ExitStack,
     ) -> ShardFolder:
-        """Plan the shards, lock the folder, and rename the shards in it that are damaged or out of date.
+        """Plan the shards, lock the folder until `stack` is closed, and rename the shards that are damaged or out of date.
 
         Args:
             output: Folder for the shards.
@@ -97,7 +103,7 @@ class ShardFolder:
         folder = cls(Path(output), info, json.loads(json.dumps(settings)), shards)
         records = folder._read_provenance()
         read_manifest(folder.output)  # raises UserError for a file of another program or format, which would be replaced
-        folder.lock = lock_file(folder.lock_path, "writing to", "output")  # after the checks, because it writes a file
+        stack.enter_context(lock_file(folder.lock_path, "writing to", "output"))  # after the checks, because it writes a file
         planned = folder._planned()
         outdated = {}
         for file, record in records.items():
@@ -109,9 +115,6 @@ class ShardFolder:
                 folder.finished[shard] = {entry["name"] for entry in record["left_out"]}
         folder.rename_outdated(outdated)
         return folder
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"lock": None}  # the copy of another process
 
     @property
     def lock_path(self) -> Path:
@@ -204,7 +207,7 @@ class ShardFolder:
         problems: Mapping[str, str] | None = None,
         **entries: object,
     ) -> None:
-        """Write manifest.json and unlock the folder, after all shards are written.
+        """Write manifest.json and remove the lock file, after all shards are written.
 
         Args:
             normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
@@ -246,7 +249,6 @@ class ShardFolder:
         }
         write_atomically(self.output / MANIFEST, json.dumps(manifest, indent=1))
         self.lock_path.unlink()
-        self.lock.close()
         log.info("%d latents %s are in %d shards in %s", len(dataset), manifest["shape"], len(self.shards), self.output)
         log_notes(manifest)
         if left_out:
