@@ -10,7 +10,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
@@ -206,7 +207,7 @@ class Results:
             found = known.get(planned.model_copy(update={"checkpoint": None}).key)
         return found
 
-    def _by_key(self) -> dict[tuple, EvaluationRecord]:
+    def _by_key(self) -> Mapping[tuple, EvaluationRecord]:
         """Return the records by key. The file is read again if it has changed."""
         version = None
         with contextlib.suppress(FileNotFoundError), open(regular_file(self.file), "rb") as f:
@@ -218,7 +219,7 @@ class Results:
             for record in read_records(self.file, log_level):
                 stored.setdefault(record.key, record)
             self._stored, self._version = stored, version  # last, because another thread may look up records meanwhile
-        return self._stored | self._unstored
+        return ChainMap(self._unstored, self._stored)  # not a copy: a sweep looks up each of its evaluations
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
