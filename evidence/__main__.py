@@ -15,10 +15,10 @@ import sys
 from cli.arguments import run_command
 from cli.print_errors import run_and_print_errors
 
-TABLES, GUIDED = "evidence.tables", "evidence.guided"
+TABLES = "evidence.tables"
 COMMANDS = {
     "tables": f"{TABLES}:show_all", "collect": f"{TABLES}:collect",
-    "guided": f"{GUIDED}:guided", "train_and_evaluate": f"{GUIDED}:train_and_evaluate",
+    "guided": "evidence.guided:guided", "train_and_evaluate": "evidence.runs:train_and_evaluate",
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -41,16 +41,15 @@ from evidence.guided import (
     CHOOSING,
     COMPARING,
     GUIDED_TIME,
-    SAMPLE_KEYS,
     TIMES,
     choose_scales,
     compared_values,
     complete_lines,
     draw_guided,
-    ema_hashes,
     show_guided,
     values_at,
 )
+from evidence.runs import SAMPLE_KEYS, ema_hashes
 from evidence.tokens import TOKENS, draw_scales, show_tokens
 
 LEARNING_RATES, SPRINT = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint"))

@@ -17,7 +17,7 @@ from scipy.stats import ttest_1samp
 from cli.arguments import run_command
 from common.errors import UserError
 from evaluations.images import write_npz
-from evidence import guided
+from evidence import guided, runs
 from evidence.__main__ import COMMANDS
 from evidence.contrasts import NAMES, Contrast
 from evidence.guided import (
@@ -26,12 +26,12 @@ from evidence.guided import (
     COMPARING,
     GUIDANCES,
     Arm,
-    Recorder,
     complete_lines,
     plan_choosing,
     plan_comparing,
     show_guided,
 )
+from evidence.runs import Recorder
 
 
 def test_the_arms_take_equal_times_and_keep_the_planned_checkpoints():
@@ -195,10 +195,10 @@ def test_a_signal_stops_the_running_runs_and_starts_no_other(tmp_path, monkeypat
         wait_for(lambda: started)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(guided, "start", start)
+    monkeypatch.setattr(runs, "start", start)
     threading.Thread(target=stop).start()
     with pytest.raises(KeyboardInterrupt):
-        guided.run_all({("dense", 10): [], ("dense", 11): []}, 1, Recorder(tmp_path, tmp_path / "results.jsonl"))
+        runs.run_all({("dense", 10): [], ("dense", 11): []}, 1, Recorder(tmp_path, tmp_path / "results.jsonl"))
     assert [process.wait(5) for process in started] == [-signal.SIGTERM]
 
 

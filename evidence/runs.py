@@ -1,0 +1,151 @@
+"""Train and evaluate runs in processes of their own, and copy their results to a results file, a line for each evaluation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import sleep
+
+from checkpoints import store
+from checkpoints.checkpoint import read_config
+from checkpoints.provenance import device_name, git_commit
+from checkpoints.run import present_starts, read_metrics
+from common.errors import UserError
+from common.files import REPOSITORY, append_line, read_json, read_lines
+from configs.sampling_schema import FidConfig
+from evaluations.metrics import standard_error
+from evaluations.record import read_records
+from evidence.contrasts import LOSS
+
+SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
+
+
+def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
+    """Run train.py with the arguments `train`, then fid.py with each list of arguments in `evaluations`, in one process."""
+    import fid
+    import train as train_script
+    from cli.compose import compose_overrides, parse_config
+    from configs import schema
+
+    train_script.main(parse_config(compose_overrides(train), schema.TrainConfig))
+    for arguments in evaluations:
+        fid.main(parse_config(compose_overrides(arguments, "fid"), FidConfig))
+
+
+def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Recorder) -> None:
+    """Run the commands, `jobs` at a time, and record the results of each run when its command ends, even after an error."""
+    waiting = [*commands]
+    running: dict[tuple[str, int], subprocess.Popen] = {}
+
+    def end(task: tuple[str, int]) -> None:
+        code = running.pop(task).wait()
+        sys.stderr.write(f"{recorder.log_file(*task).stem}: ended with code {code}\n")  # also 0 if a signal stopped the training
+        recorder.record(*task)
+
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the runs like Ctrl-C
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.pop(0)
+                file = recorder.log_file(*task)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with open(file, "ab") as output:
+                    running[task] = start(commands[task], output)
+                sys.stderr.write(f"{file.stem}: started, see {file}\n")
+            sleep(0.5)
+            for task in [task for task, process in running.items() if process.poll() is not None]:
+                end(task)
+    finally:
+        for process in running.values():
+            process.terminate()  # a trainer saves a checkpoint
+        for task in [*running]:
+            end(task)
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def start(arguments: list[str], output: object) -> subprocess.Popen:
+    """Start `python -m evidence` in the current folder, with its output in a file."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
+    command_line = [sys.executable, "-m", "evidence", *arguments]
+    return subprocess.Popen(command_line, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+class Recorder:
+    """Copies the results of the runs in a folder to a results file. Results that the file has already are skipped."""
+
+    def __init__(self, runs: Path, output: Path, commit: str | None = None):
+        self.runs, self.output, self.commit = runs, output, commit
+
+    def log_file(self, arm: str, seed: int) -> Path:
+        return self.runs / f"{arm}_seed{seed}.log"
+
+    def lines(self, seeds: Sequence[int]) -> list[dict]:
+        return [line for line in read_lines(self.output) if line["seed"] in seeds]
+
+    def record(self, arm: str, seed: int) -> None:
+        """Append the new results of a run. Raises UserError if the file has results of other weights at the same step."""
+        earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
+        hashes = {line["step"]: line["ema"] for line in earlier}
+        known = {_identify(line) for line in earlier}
+        for line in results_of_run(self.runs / f"{arm}_seed{seed}", self.commit):
+            if hashes.get(line["step"], line["ema"]) != line["ema"]:
+                raise UserError(
+                    f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
+                    "folder that made them, or choose another output="
+                )
+            if _identify(line) not in known:
+                append_line(self.output, {"arm": arm, "seed": seed} | line)
+
+
+def _identify(line: dict) -> tuple:
+    """Return what distinguishes the lines of a run. Lines without a guidance hold a validation loss or the times of the steps."""
+    fields = ("step", "guidance", "scale", "first_seed", "num_samples")
+    return *map(line.get, fields), "steps_per_sec" in line
+
+
+def ema_hashes(run: Path) -> dict[int, str]:
+    """Return the hash of the EMA weights in each checkpoint of a run, by step."""
+    folders = store.list_steps(run / "checkpoints")
+    return {step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"] for step, folder in folders.items()}
+
+
+def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
+    """Yield the results of a run: validation losses, evaluations, and after its last step the times of the steps.
+
+    `without_git` is the commit to record if the repository has no git history.
+    """
+    if not (run / "starts.jsonl").exists():
+        return
+    import torch
+
+    starts, train = present_starts([*read_lines(run / "starts.jsonl")]), read_config(run).train
+    hashes = ema_hashes(run)
+    commit, modified = git_commit()
+    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
+    for record in read_records(run / "evaluations" / "results.jsonl"):
+        settings, step = record.settings, record.step
+        if LOSS in record.metrics and step in hashes:
+            found = {"step": step, "metrics": record.metrics, "validation_loss_by_level": record.by_level}
+            yield found | {"ema": hashes[step], "lr": train.lr}
+        if not record.of_samples:
+            continue
+        name, scale = settings.get("guidance", "cfg"), settings.get("guidance.w", settings.get("cfg_scale"))
+        if name == "sparse" and "guidance.checkpoint" in settings:
+            name = "sparse, early"
+        name = "none" if scale == 1 else name
+        errors = {metric: standard_error(values) for metric, values in record.jackknife.items()}
+        fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in SAMPLE_KEYS}
+        fields["settings"] = {key: x for key, x in settings.items() if key not in (*SAMPLE_KEYS, "guidance.checkpoint")}
+        weights = {"ema": hashes[step], "content": record.checkpoint}
+        yield fields | {"metrics": record.metrics, "standard_errors": errors} | weights | versions
+    if (last := train.num_steps) in hashes:
+        kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
+        kept = [start | {"commit": start["commit"] or without_git} for start in kept]
+        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl")]
+        yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
