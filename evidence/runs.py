@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import sleep
 
@@ -19,9 +19,9 @@ from common.files import REPOSITORY, append_line, read_json, read_lines
 from configs.sampling_schema import FidConfig
 from evaluations.metrics import standard_error
 from evaluations.record import read_records
-from evidence.contrasts import LOSS
 
 SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
+VERSIONS = ("commit", "modified", "device", "torch")  # what a line says of the code and the machine
 
 
 def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
@@ -36,35 +36,42 @@ def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
         fid.main(parse_config(compose_overrides(arguments, "fid"), FidConfig))
 
 
-def run_all(commands: dict[tuple[str, int], list[str]], jobs: int, recorder: Recorder) -> None:
-    """Run the commands, `jobs` at a time, and record the results of each run when its command ends, even after an error."""
+def run_all(commands: Mapping[str, list[str]], jobs: int, folder: Path, ended: Callable[[str], None]) -> None:
+    """Run the command of each run, `jobs` at a time, with its output in <folder>/<run>.log.
+
+    Call `ended` with the name of the run when its command ends, even after an error.
+    """
     waiting = [*commands]
-    running: dict[tuple[str, int], subprocess.Popen] = {}
+    running: dict[str, subprocess.Popen] = {}
 
-    def end(task: tuple[str, int]) -> None:
-        code = running.pop(task).wait()
-        sys.stderr.write(f"{recorder.log_file(*task).stem}: ended with code {code}\n")  # also 0 if a signal stopped the training
-        recorder.record(*task)
+    def end(name: str) -> None:
+        code = running.pop(name).wait()
+        sys.stderr.write(f"{name}: ended with code {code}\n")  # also 0 if a signal stopped the training
+        ended(name)
 
+    folder.mkdir(parents=True, exist_ok=True)
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the runs like Ctrl-C
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                task = waiting.pop(0)
-                file = recorder.log_file(*task)
-                file.parent.mkdir(parents=True, exist_ok=True)
+                name = waiting.pop(0)
+                file = log_file(folder, name)
                 with open(file, "ab") as output:
-                    running[task] = start(commands[task], output)
-                sys.stderr.write(f"{file.stem}: started, see {file}\n")
+                    running[name] = start(commands[name], output)
+                sys.stderr.write(f"{name}: started, see {file}\n")
             sleep(0.5)
-            for task in [task for task, process in running.items() if process.poll() is not None]:
-                end(task)
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                end(name)
     finally:
         for process in running.values():
             process.terminate()  # a trainer saves a checkpoint
-        for task in [*running]:
-            end(task)
+        for name in [*running]:
+            end(name)
         signal.signal(signal.SIGTERM, earlier)
+
+
+def log_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"
 
 
 def start(arguments: list[str], output: object) -> subprocess.Popen:
@@ -81,25 +88,26 @@ class Recorder:
     def __init__(self, runs: Path, output: Path, commit: str | None = None):
         self.runs, self.output, self.commit = runs, output, commit
 
-    def log_file(self, arm: str, seed: int) -> Path:
-        return self.runs / f"{arm}_seed{seed}.log"
-
     def lines(self, seeds: Sequence[int]) -> list[dict]:
         return [line for line in read_lines(self.output) if line["seed"] in seeds]
 
-    def record(self, arm: str, seed: int) -> None:
+    def record(self, name: str) -> None:
         """Append the new results of a run. Raises UserError if the file has results of other weights at the same step."""
+        found = [line for line in results_of_run(self.runs / name, current_versions(self.commit)) if "ema" in line]
+        if not found:
+            return
+        arm, seed = found[0]["arm"], found[0]["seed"]
         earlier = [line for line in self.lines([seed]) if line["arm"] == arm]
         hashes = {line["step"]: line["ema"] for line in earlier}
         known = {_identify(line) for line in earlier}
-        for line in results_of_run(self.runs / f"{arm}_seed{seed}", self.commit):
+        for line in found:
             if hashes.get(line["step"], line["ema"]) != line["ema"]:
                 raise UserError(
                     f"{self.output} has results of other weights for {arm}, seed {seed}, step {line['step']}; resume the run "
                     "folder that made them, or choose another output="
                 )
             if _identify(line) not in known:
-                append_line(self.output, {"arm": arm, "seed": seed} | line)
+                append_line(self.output, line)
 
 
 def _identify(line: dict) -> tuple:
@@ -114,38 +122,44 @@ def ema_hashes(run: Path) -> dict[int, str]:
     return {step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"] for step, folder in folders.items()}
 
 
-def results_of_run(run: Path, without_git: str | None) -> Iterator[dict]:
-    """Yield the results of a run: validation losses, evaluations, and after its last step the times of the steps.
-
-    `without_git` is the commit to record if the repository has no git history.
-    """
-    if not (run / "starts.jsonl").exists():
-        return
+def current_versions(without_git: str | None = None) -> dict[str, object]:
+    """Return the VERSIONS of this process. `without_git` is the commit if the repository has no git history."""
     import torch
 
-    starts, train = present_starts([*read_lines(run / "starts.jsonl")]), read_config(run).train
-    hashes = ema_hashes(run)
     commit, modified = git_commit()
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    versions = {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
+    return {"commit": commit or without_git, "modified": modified, "device": device, "torch": torch.__version__}
+
+
+def results_of_run(run: Path, versions: dict[str, object] | None = None) -> Iterator[dict]:
+    """Yield the results of a run: validation losses, evaluations, and after its last step the times of the steps.
+
+    Args:
+        run: Folder named <arm>_seed<seed> or search_<arm>_<rate>.
+        versions: VERSIONS with which the run was evaluated. The default is those with which it was started.
+    """
+    if not (starts := present_starts([*read_lines(run / "starts.jsonl")])):
+        return
+    config, hashes = read_config(run), ema_hashes(run)
+    versions = versions or {key: starts[0][key] for key in VERSIONS}
+    about = {"arm": run.name.removeprefix("search_").rpartition("_")[0], "seed": config.seed, "lr": config.train.lr}
     for record in read_records(run / "evaluations" / "results.jsonl"):
         settings, step = record.settings, record.step
-        if LOSS in record.metrics and step in hashes:
-            found = {"step": step, "metrics": record.metrics, "validation_loss_by_level": record.by_level}
-            yield found | {"ema": hashes[step], "lr": train.lr}
+        fields = about | {"step": step, "metrics": record.metrics}
+        weights = {"ema": hashes[step]} if step in hashes else {}
         if not record.of_samples:
+            yield fields | {"validation_loss_by_level": record.by_level} | weights
             continue
         name, scale = settings.get("guidance", "cfg"), settings.get("guidance.w", settings.get("cfg_scale"))
         if name == "sparse" and "guidance.checkpoint" in settings:
             name = "sparse, early"
         name = "none" if scale == 1 else name
-        errors = {metric: standard_error(values) for metric, values in record.jackknife.items()}
-        fields = {"step": step, "guidance": name, "scale": scale} | {key: settings[key] for key in SAMPLE_KEYS}
+        fields |= {"guidance": name, "scale": scale} | {key: settings[key] for key in SAMPLE_KEYS}
         fields["settings"] = {key: x for key, x in settings.items() if key not in (*SAMPLE_KEYS, "guidance.checkpoint")}
-        weights = {"ema": hashes[step], "content": record.checkpoint}
-        yield fields | {"metrics": record.metrics, "standard_errors": errors} | weights | versions
-    if (last := train.num_steps) in hashes:
-        kept = [{key: start[key] for key in ("step", "time", *versions, "python")} for start in starts]
-        kept = [start | {"commit": start["commit"] or without_git} for start in kept]
+        fields["standard_errors"] = {metric: standard_error(values) for metric, values in record.jackknife.items()}
+        yield fields | weights | {"content": record.checkpoint} | versions
+    if (last := config.train.num_steps) in hashes:
+        kept = [{key: start[key] for key in ("step", "time", *VERSIONS, "python")} for start in starts]
+        kept = [start | {"commit": start["commit"] or versions["commit"]} for start in kept]
         speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl")]
-        yield {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}
+        yield about | {"step": last, "ema": hashes[last], "starts": kept, "steps_per_sec": speeds, "metrics": {}}

@@ -78,19 +78,19 @@ FASTER = ["machine.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4
 def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepared, monkeypatch, capsys):
     commands = []
 
-    def run_here(given, jobs, recorder):
-        for task, arguments in given.items():
-            commands.append(task)
+    def run_here(given, jobs, folder, ended):
+        for name, arguments in given.items():
+            commands.append(name)
             forget_accelerate()
             run_command(COMMANDS, "", arguments)
-            recorder.record(*task)
+            ended(name)
 
     monkeypatch.setattr(guided, "run_all", run_here)
     output = prepared / "results.jsonl"
     settings = dict(seeds=[10], overrides=FASTER, fid_overrides=["sampling.batch_size=7"], runs="runs/guided", output=str(output))
     settings["commit"] = "abc"
     guided.guided(**settings)
-    assert commands == [("dense", 10), ("routed", 10)] * 2  # choose the scales, then compare
+    assert commands == ["dense_seed10", "routed_seed10"] * 2  # choose the scales, then compare
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     evaluations = [line for line in lines if "guidance" in line]
     found = {(line["arm"], line["step"], line["guidance"], line["scale"]) for line in evaluations if line["first_seed"] == 0}
@@ -119,14 +119,14 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
     kept = [line for line in lines if line != compared[-1]]
     output.write_text("".join(json.dumps(line) + "\n" for line in kept))
     guided.guided(**settings)
-    assert commands[4:] == [("routed", 10)]
+    assert commands[4:] == ["routed_seed10"]
     again = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(again) == len(lines) and again[-1]["metrics"] == compared[-1]["metrics"]
 
     # Results of other weights are never mixed with those of the file.
     output.write_text(json.dumps(lines[0] | {"ema": "other"}) + "\n")
     with pytest.raises(UserError, match=f"other weights for {lines[0]['arm']}, seed 10, step {lines[0]['step']}"):
-        Recorder(prepared / "runs" / "guided", output).record(lines[0]["arm"], 10)
+        Recorder(prepared / "runs" / "guided", output).record(f"{lines[0]['arm']}_seed10")
 
 
 def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(prepared, monkeypatch):
@@ -142,11 +142,11 @@ def test_seeds_of_another_machine_help_to_choose_the_scales_and_do_not_run_here(
 
     def compared(**settings):
         given = {}
-        monkeypatch.setattr(guided, "run_all", lambda commands, jobs, recorder: given.update(commands))
+        monkeypatch.setattr(guided, "run_all", lambda commands, *_: given.update(commands))
         with pytest.raises(UserError, match="1 runs are not complete"):
             guided.guided(seeds=[10], output="results.jsonl", **settings)
-        assert [*given] == [("dense", 10)]
-        return given["dense", 10][2]
+        assert [*given] == ["dense_seed10"]
+        return given["dense_seed10"][2]
 
     assert "guidance.cfg_scale=[1.5]" in compared() and "guidance.cfg_scale=[2.0]" in compared(elsewhere=[11])
     with pytest.raises(UserError, match=r"seeds=\[99\] are not in the rule"):
@@ -157,9 +157,10 @@ def test_a_failed_secondary_run_does_not_stop_the_primary_comparisons(prepared, 
     monkeypatch.setitem(guided.ARMS, "dense-46", Arm("fashion_dit_xs4", 20, ("cfg",), seeds=[10]))
     ran = []
 
-    def run_but_one(given, jobs, recorder):
-        ran.extend(task[0] for task in given)
-        done.extend(line for arm, seed in given if arm != "dense-46" for line in evaluations_of(arm, seed))
+    def run_but_one(given, *_):
+        arms = [name.removesuffix("_seed10") for name in given]
+        ran.extend(arms)
+        done.extend(line for arm in arms if arm != "dense-46" for line in evaluations_of(arm, 10))
 
     def evaluations_of(arm, seed):
         for planned in (plan_choosing([], arm), plan_comparing(done, arm)):
@@ -198,7 +199,7 @@ def test_a_signal_stops_the_running_runs_and_starts_no_other(tmp_path, monkeypat
     monkeypatch.setattr(runs, "start", start)
     threading.Thread(target=stop).start()
     with pytest.raises(KeyboardInterrupt):
-        runs.run_all({("dense", 10): [], ("dense", 11): []}, 1, Recorder(tmp_path, tmp_path / "results.jsonl"))
+        runs.run_all({"dense_seed10": [], "dense_seed11": []}, 1, tmp_path, Recorder(tmp_path, tmp_path / "results.jsonl").record)
     assert [process.wait(5) for process in started] == [-signal.SIGTERM]
 
 
