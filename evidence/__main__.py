@@ -3,7 +3,7 @@
     python -m evidence tables                              # the tables of all Fashion-MNIST runs, from the files of results/
     python -m evidence tables pictures=evidence/pictures   # also draw the plots of the page
     python -m evidence guided jobs=2                       # the runs of fashion_guided_time.md, two at a time
-    python -m evidence collect output=new.jsonl            # all evaluations of runs/, as in results/fashion/fashion_tokens.jsonl
+    python -m evidence collect output=new.jsonl            # all evaluations of runs/, as in results/fashion/fashion_guided_time.jsonl
 
 `guided` can be stopped and repeated at any time. For each run, it starts `train_and_evaluate` in a process of its own.
 """

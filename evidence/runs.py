@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,12 @@ def ema_hashes(run: Path) -> dict[int, str]:
     """Return the hash of the EMA weights in each checkpoint of a run, by step."""
     folders = store.list_steps(run / "checkpoints")
     return {step: read_json(folder / store.MANIFEST)["ema.safetensors"]["blake2b"] for step, folder in folders.items()}
+
+
+def lines_of_runs(runs: Path) -> list[dict]:
+    """Return the `results_of_run` of all runs in a folder."""
+    folders = sorted(folder for folder in runs.iterdir() if re.search("^search_.*_|_seed", folder.name)) if runs.exists() else []
+    return [line for folder in folders for line in results_of_run(folder)]
 
 
 def current_versions(without_git: str | None = None) -> dict[str, object]:

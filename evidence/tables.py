@@ -6,7 +6,6 @@ This file holds the tables of the earlier runs (fashion_learning_rates.md, fashi
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from itertools import combinations, product
 from math import log
@@ -15,13 +14,9 @@ from statistics import fmean
 
 import numpy as np
 
-from checkpoints.checkpoint import read_config
-from checkpoints.run import present_starts, read_metrics
 from common.errors import UserError
 from common.files import read_lines, write_atomically
 from common.types import Text
-from evaluations.metrics import standard_error
-from evaluations.record import read_records
 from evaluations.suite import format_metric
 from evidence.contrasts import (
     DISTANCE,
@@ -49,7 +44,7 @@ from evidence.guided import (
     show_guided,
     values_at,
 )
-from evidence.runs import SAMPLE_KEYS, ema_hashes
+from evidence.runs import lines_of_runs
 from evidence.tokens import TOKENS, draw_scales, show_tokens
 
 LEARNING_RATES, SPRINT = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint"))
@@ -203,27 +198,13 @@ def show_together(by_rate: list[dict], in_equal_time: list[dict]) -> None:
 
 
 def collect(output: Text, runs: Text = "runs") -> None:
-    """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a new JSON Lines file."""
+    """Write all evaluations of the runs named search_<arm>_<rate> or <arm>_seed<seed> to a new JSON Lines file.
+
+    The versions in each line are those with which the run was started.
+    """
     if Path(output).exists():
         raise UserError(f"output={output} exists; give a new file")
-    lines = []
-    for run in sorted(folder for folder in Path(runs).iterdir() if re.search("^search_|_seed", folder.name)):
-        if not (starts := present_starts([*read_lines(run / "starts.jsonl")])):
-            continue
-        cfg, start = read_config(run), starts[0]
-        arm = run.name.removeprefix("search_").rpartition("_")[0]
-        run_fields = {"arm": arm, "seed": cfg.seed, "lr": cfg.train.lr, "commit": start["commit"]}
-        weights = {step: {"ema": digest} for step, digest in ema_hashes(run).items()}
-        speeds = [line["steps_per_sec"] for line in read_metrics(run / "metrics.jsonl")]
-        for record in read_records(run / "evaluations" / "results.jsonl"):
-            kept = {"step": record.step, "metrics": record.metrics, **weights.get(record.step, {})}
-            if record.of_samples:
-                kept |= {key: record.settings[key] for key in ("cfg_scale", *SAMPLE_KEYS) if key in record.settings}
-                kept["standard_errors"] = {name: standard_error(values) for name, values in record.jackknife.items()}
-            else:
-                kept["validation_loss_by_level"] = record.by_level
-            lines.append(run_fields | kept)
-        lines.append(run_fields | {"steps_per_sec": speeds, "metrics": {}})
+    lines = lines_of_runs(Path(runs))
     if not lines:
         raise UserError(f"runs={runs} holds no runs named search_<arm>_<rate> or <arm>_seed<seed>")
     write_atomically(Path(output), "".join(json.dumps(line) + "\n" for line in lines))

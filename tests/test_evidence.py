@@ -89,32 +89,49 @@ def test_the_primary_outcomes_follow_the_rule(capsys, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"fashion_scales.png", "fashion_precision_recall.png"}
 
 
-def test_collected_lines_hold_every_evaluation_with_its_weights(tmp_path):
+def test_collected_lines_hold_every_evaluation_with_its_weights_and_versions(tmp_path):
     run = tmp_path / "runs/dense-64_seed5"
     (run / "evaluations").mkdir(parents=True)
     (run / "checkpoints/step_0000020").mkdir(parents=True)
-    composed = compose_overrides(["seed=5", "train.lr=0.004"])
+    composed = compose_overrides(["seed=5", "train.lr=0.004", "train.num_steps=20"])
     OmegaConf.save(OmegaConf.create(OmegaConf.to_container(composed, resolve=True)), run / "config.yaml")
-    how = {"cfg_scale": 1.5, "first_seed": 7, "detector": "small-fashion"}
-    evaluation = {"step": 20, "settings": how, "metrics": {"fd": 3.0}, "jackknife": {"fd": [1, 3]}}
-    loss = {"step": 20, "settings": {"num_samples": 9}, "metrics": {"validation_loss": 0.5}, "by_level": [0.5]}
-    validation = {"step": 20, "metrics": {"validation_loss": 0.5}, "validation_loss_by_level": [0.5]}
-    files = {"starts.jsonl": [{"commit": "abc"}], "evaluations/results.jsonl": [loss, evaluation]}
+    how = {"num_samples": 9, "first_seed": 7, "detector": "small-fashion", "reference": "a.npz", "labels": "random"}
+    how |= {"reference_hash": "456"}
+    unguided, weaker = {"cfg_scale": 1.0}, {"guidance": "autoguidance", "guidance.w": 1.5, "guidance.checkpoint": "b"}
+    evaluation = {"step": 20, "checkpoint": "789", "metrics": {"fd": 3.0}, "jackknife": {"fd": [1, 3]}}
+    evaluations = [evaluation | {"settings": how | given} for given in (unguided, weaker)]
+    losses = [
+        {"step": step, "settings": {"num_samples": 9}, "metrics": {"validation_loss": 0.5}, "by_level": [0.5]}
+        for step in (10, 20)
+    ]
+    versions = {"commit": "abc", "modified": False, "device": "cpu", "torch": "2.15"}
+    starts = [versions | {"python": "3.11", "step": step, "time": "noon", "resumed": step > 0, "key": 1} for step in (0, 10)]
+    starts[1]["commit"] = "def"  # the code of a resumed start
+    files = {"starts.jsonl": starts, "evaluations/results.jsonl": losses + evaluations}
     files["metrics.jsonl"] = [{"step": 10, "loss": 1.0, "steps_per_sec": 2.0}]
     for name, lines in files.items():
         (run / name).write_text("\n".join(map(json.dumps, lines)))
     (run / "checkpoints/step_0000020/manifest.json").write_text(json.dumps({"ema.safetensors": {"blake2b": "123"}}))
     (tmp_path / "runs/other").mkdir()
-    with pytest.raises(UserError, match="runs=.*checkpoints holds no runs named search_"):
-        collect(str(tmp_path / "lines.jsonl"), str(run / "checkpoints"))
+    (tmp_path / "runs/dense-64_seed5.log").touch()
+    for empty in (run / "checkpoints", tmp_path / "absent"):
+        with pytest.raises(UserError, match=f"runs=.*{empty.name} holds no runs named search_"):
+            collect(str(tmp_path / "lines.jsonl"), str(empty))
     collect(str(tmp_path / "lines.jsonl"), str(tmp_path / "runs"))
     with pytest.raises(UserError, match="output=.*lines.jsonl exists; give a new file"):
         collect(str(tmp_path / "lines.jsonl"), str(tmp_path / "runs"))
-    about = {"arm": "dense-64", "seed": 5, "lr": 0.004, "commit": "abc"}
+    about, weights = {"arm": "dense-64", "seed": 5, "lr": 0.004}, {"ema": "123"}
+    loss = about | {"metrics": {"validation_loss": 0.5}, "validation_loss_by_level": [0.5]}
+    sampled = (
+        about | how | versions | weights | {"step": 20, "metrics": {"fd": 3.0}, "standard_errors": {"fd": 1.0}, "content": "789"}
+    )
+    kept = [{key: x for key, x in start.items() if key not in ("resumed", "key")} for start in starts]
     assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == [
-        about | validation | {"ema": "123"},
-        about | how | {"step": 20, "metrics": {"fd": 3.0}, "standard_errors": {"fd": 1.0}, "ema": "123"},
-        about | {"steps_per_sec": [2.0], "metrics": {}},
+        loss | {"step": 10},  # its checkpoint is not kept
+        loss | weights | {"step": 20},
+        sampled | {"guidance": "none", "scale": 1.0, "settings": unguided},
+        sampled | {"guidance": "autoguidance", "scale": 1.5, "settings": {"guidance": "autoguidance", "guidance.w": 1.5}},
+        about | weights | {"step": 20, "starts": kept, "steps_per_sec": [2.0], "metrics": {}},
     ]
 
 
