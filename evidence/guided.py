@@ -39,7 +39,7 @@ from evidence.contrasts import (
     print_table,
     show_loss_ratios,
 )
-from evidence.runs import Recorder, log_file, run_all
+from evidence.runs import Recorder, compared_run, log_file, run_all
 
 GUIDED_TIME = FOLDER / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
@@ -112,18 +112,15 @@ def guided(
         tasks = [(arm, seed) for seed in seeds for arm in arms if seed in ARMS[arm].seeds]
         missing = {task: planned for task in tasks if (planned := unrecorded(lines, *task, plan(lines, task[0])))}
         commands = {
-            run_name(*task): command(*task, planned, Path(runs), overrides, fid_overrides) for task, planned in missing.items()
+            compared_run(*task): command(*task, planned, Path(runs), overrides, fid_overrides)
+            for task, planned in missing.items()
         }
         run_all(commands, jobs, Path(runs), recorder.record)
         lines = recorder.lines([*seeds, *elsewhere])
         if failed := [task for task in missing if unrecorded(lines, *task, missing[task])]:
-            logs = ", ".join(str(log_file(Path(runs), run_name(*task))) for task in failed)
+            logs = ", ".join(str(log_file(Path(runs), compared_run(*task))) for task in failed)
             remedy = "the same command resumes them. If a loss diverged, leave its seed out of seeds="
             raise UserError(f"{len(failed)} runs are not complete (see {logs}); {remedy}")
-
-
-def run_name(arm: str, seed: int) -> str:
-    return f"{arm}_seed{seed}"
 
 
 def plan_choosing(lines: list[dict], arm: str) -> list[Planned]:
@@ -163,7 +160,7 @@ def command(
     arm: str, seed: int, planned: list[Planned], runs: Path, overrides: Sequence[str], fid_overrides: Sequence[str] = ()
 ) -> list[str]:
     """Return the arguments of `python -m evidence` that train a run and evaluate it as planned."""
-    own, name = ARMS[arm], run_name(arm, seed)
+    own, name = ARMS[arm], compared_run(arm, seed)
     train = [
         f"experiment={own.experiment}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={own.num_steps}",
         f"train.batch_size={own.batch_size}", "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0",

@@ -71,6 +71,11 @@ def run_all(commands: Mapping[str, list[str]], jobs: int, folder: Path, ended: C
         signal.signal(signal.SIGTERM, earlier)
 
 
+def compared_run(arm: str, seed: int) -> str:
+    """Return the name of a run that is compared with those of other arms."""
+    return f"{arm}_seed{seed}"
+
+
 def log_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.log"
 

@@ -45,6 +45,7 @@ from evidence.guided import (
     values_at,
 )
 from evidence.runs import lines_of_runs
+from evidence.time_256 import TIME_256, show_256
 from evidence.tokens import TOKENS, draw_scales, show_tokens
 
 LEARNING_RATES, SPRINT = (FOLDER / f"fashion_{name}.jsonl" for name in ("learning_rates", "sprint"))
@@ -57,7 +58,7 @@ DENSE = ("A", "B")
 
 def show_all(
     learning_rates: str = str(LEARNING_RATES), sprint: str = str(SPRINT), tokens: str = str(TOKENS),
-    guided: str = str(GUIDED_TIME), pictures: str | None = None,
+    guided: str = str(GUIDED_TIME), time_256: str = str(TIME_256), pictures: str | None = None,
 ) -> None:  # fmt: skip
     """Print the tables for all sets of runs. If `pictures` names a folder, also save plots there."""
     by_rate, with_sprint, equal_steps, in_equal_time = (
@@ -68,6 +69,8 @@ def show_all(
     show_tokens(equal_steps)
     if in_equal_time:
         show_guided(in_equal_time)
+    if with_256_tokens := [*read_lines(Path(time_256))]:
+        show_256(with_256_tokens)
     if complete := complete_lines(in_equal_time):
         show_together(by_rate, in_equal_time)
     if pictures:

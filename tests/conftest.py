@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -24,6 +26,7 @@ from cli.compose import compose_overrides, parse_config
 from common.files import REPOSITORY, hash_file
 from configs import schema
 from configs.sampling_schema import FidConfig, SampleConfig
+from evaluations.images import write_npz
 from evaluations.record import PlannedEvaluation
 from evaluations.result_settings import RESULT_SETTINGS
 from latents.shards import ShardInfo, write_shard
@@ -45,7 +48,15 @@ LAUNCH_1 += ["--num_processes=1"]
 LAUNCH_2 = [*LAUNCH_1[:-1], "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 # The slowest files. pytest -n runs them first, so that all workers finish at about the same time.
 SLOWEST = ["test_step_graph", "test_sweeps", "test_drills", "test_command_line", "test_train", "test_fid", "test_ddp"]
-SLOWEST += ["test_guided_time", "test_gpu_code", "test_start_page", "test_benchmarks", "test_stop", "test_two_nodes"]
+SLOWEST += [
+    "test_guided_time",
+    "test_time_256",
+    "test_gpu_code",
+    "test_start_page",
+    "test_benchmarks",
+    "test_stop",
+    "test_two_nodes",
+]
 SLOWEST += ["test_weights_in", "test_prepare_latents", "test_small_pictures", "test_processes", "test_attach_company"]
 SLOWEST += ["test_speed"]
 
@@ -97,6 +108,25 @@ def make_shard(path, num_items=24, channels=2, size=4, kind="sample", num_classe
     settings = dict(kind=kind, scale_factor=0.5, autoencoder="identity", resolution=size, num_classes=num_classes) | info
     write_shard(path, latents, labels, ShardInfo(**settings), latents_flip=latents.flip(-1) if flips else None)
     return latents, labels
+
+
+# train.py arguments that make runs of the Fashion-MNIST rows fast
+FASTER_FASHION = ["machine.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4", "data.num_workers=0"]
+
+
+@pytest.fixture
+def fashion_folder(tmp_path, monkeypatch):
+    """Fixture: a working folder with small random data in place of Fashion-MNIST, and its detector."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fashion", "fashion_validation"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        make_shard(tmp_path / "data" / name / "shard.safetensors", num_items=20, channels=1, size=32, num_classes=10)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
+    (tmp_path / "references").mkdir()
+    write_npz(tmp_path / "references" / "fashion.npz", pixels, pixels.shape, np.arange(40) % 10)
+    (tmp_path / "evaluations").mkdir()
+    shutil.copy(REPOSITORY / "evaluations" / "fashion_detector.safetensors", tmp_path / "evaluations")
+    return tmp_path
 
 
 def checked(overrides=(), config_name="config"):

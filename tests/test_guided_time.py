@@ -11,12 +11,11 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, forget_accelerate, make_shard, wait_for
+from conftest import FASTER_FASHION, forget_accelerate, wait_for
 from scipy.stats import ttest_1samp
 
 from cli.arguments import run_command
 from common.errors import UserError
-from evaluations.images import write_npz
 from evidence import guided, runs
 from evidence.__main__ import COMMANDS
 from evidence.contrasts import NAMES, Contrast
@@ -50,17 +49,8 @@ def test_the_power_of_the_rule_is_that_of_eight_seeds(deviation, ratio):
 
 
 @pytest.fixture
-def prepared(tmp_path, monkeypatch):
-    """Fixture: a working folder with small random data, runs of 10 and 20 steps, and two noise levels."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("fashion", "fashion_validation"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        make_shard(tmp_path / "data" / name / "shard.safetensors", num_items=20, channels=1, size=32, num_classes=10)
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
-    (tmp_path / "references").mkdir()
-    write_npz(tmp_path / "references" / "fashion.npz", pixels, pixels.shape, np.arange(40) % 10)
-    (tmp_path / "evaluations").mkdir()
-    shutil.copy(REPOSITORY / "evaluations" / "fashion_detector.safetensors", tmp_path / "evaluations")
+def prepared(fashion_folder, monkeypatch):
+    """Fixture: the working folder, runs of 10 and 20 steps, and two noise levels."""
     small = {"dense": (10, ("cfg",), [10]), "routed": (20, tuple(GUIDANCES), [10]), "dense-46": (20, ("cfg",), [])}
     arms = {name: Arm(ARMS[name].experiment, steps, guidances, seeds=seeds) for name, (steps, guidances, seeds) in small.items()}
     monkeypatch.setattr(guided, "ARMS", arms)
@@ -69,10 +59,7 @@ def prepared(tmp_path, monkeypatch):
     monkeypatch.setattr(guided, "CHOOSING", (0, 20))
     monkeypatch.setattr(guided, "COMPARING", (50, 20))
     monkeypatch.setattr(guided, "NUM_LEVELS", 2)
-    return tmp_path
-
-
-FASTER = ["machine.compile=none", "model.backbone=DiT-XS/8", "train.batch_size=4", "data.num_workers=0"]
+    return fashion_folder
 
 
 def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepared, monkeypatch, capsys):
@@ -87,7 +74,9 @@ def test_all_evaluations_are_recorded_once_with_their_weights_and_versions(prepa
 
     monkeypatch.setattr(guided, "run_all", run_here)
     output = prepared / "results.jsonl"
-    settings = dict(seeds=[10], overrides=FASTER, fid_overrides=["sampling.batch_size=7"], runs="runs/guided", output=str(output))
+    settings = dict(
+        seeds=[10], overrides=FASTER_FASHION, fid_overrides=["sampling.batch_size=7"], runs="runs/guided", output=str(output)
+    )
     settings["commit"] = "abc"
     guided.guided(**settings)
     assert commands == ["dense_seed10", "routed_seed10"] * 2  # choose the scales, then compare
