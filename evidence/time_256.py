@@ -250,7 +250,8 @@ def show_256(lines: list[dict]) -> None:
             is_chosen = choose(lines, arm, time) == (guidance, best(found))
             rows.append([arm, time, guidance + " (chosen)" * is_chosen, as_ratio(found[best(found)]), ", ".join(cells)])
     columns = ["arm", "time", "guidance", "lowest geometric mean", f"distance by scale, {len(seeds)} seeds of 500 samples"]
-    print_table(columns, rows)
+    if rows:
+        print_table(columns, rows)
 
     counted = [
         seed for seed in complete_seeds(lines) if all(mean_logs(lines, arm, time, "none") for arm in ARMS for time in TIMES)
