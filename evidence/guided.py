@@ -39,7 +39,7 @@ from evidence.contrasts import (
     print_table,
     show_loss_ratios,
 )
-from evidence.runs import Recorder, compared_run, log_file, run_all
+from evidence.runs import FID, TRAIN, Planned, Recorder, command_line, compared_run, group_scales, log_file, run_all
 
 GUIDED_TIME = FOLDER / "fashion_guided_time.jsonl"
 SEEDS = range(10, 18)
@@ -80,7 +80,6 @@ ARMS = {
     "dense-46": Arm("fashion_dit_xs4", 12150, ("cfg", "autoguidance"), batch_size=46, seeds=SEEDS[:4]),
 }
 PRIMARY = ("dense", "routed")  # arms that the primary outcomes compare
-Planned = tuple[str, str, float, tuple[int, int]]  # an evaluation of a run: time, guidance, scale, CHOOSING or COMPARING
 Seeds = Annotated[list[int], BeforeValidator(parse_numbers)]
 
 
@@ -163,25 +162,20 @@ def command(
     own, name = ARMS[arm], compared_run(arm, seed)
     train = [
         f"experiment={own.experiment}", f"seed={seed}", f"name={name}", f"output_dir={runs}", f"train.num_steps={own.num_steps}",
-        f"train.batch_size={own.batch_size}", "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0",
+        f"train.batch_size={own.batch_size}", *TRAIN,
         f"checkpoint.every={own.step('early')}", f"checkpoint.keep_every={own.step('early')}",
-        f"evaluation.every={own.step('half')}", "evaluation.validation=data/fashion_validation", "evaluation.reference=null",
-        *overrides,
+        f"evaluation.every={own.step('half')}", *overrides,
     ]  # fmt: skip
     folders = {part: runs / name / "checkpoints" / store.folder_name(own.step(part)) for part in PARTS}
     evaluations = []
-    scales_of: dict[tuple, list[float]] = {}
-    for time, guidance, scale, samples in planned:
-        scales_of.setdefault((time, guidance, samples), []).append(scale)
-    for (time, guidance, samples), scales in scales_of.items():
+    for (time, guidance, samples), scales in group_scales(planned).items():
         key, _, settings = GUIDANCES.get(guidance, UNGUIDED)
         evaluations.append([
             f"checkpoint={folders[time]}", *settings.format(early=folders["early"]).split(), f"{key}={json.dumps(scales)}",
             f"evaluation.num_samples={samples[1]}", f"evaluation.first_seed={samples[0]}",
-            f"sampler.num_steps={NUM_LEVELS}", "sampling.batch_size=100", "evaluation.reference=references/fashion.npz",
-            "machine.tf32=false", "machine.compile=none", "machine.cpu_threads=1", *fid_overrides,
+            f"sampler.num_steps={NUM_LEVELS}", "sampling.batch_size=100", "machine.compile=none", *FID, *fid_overrides,
         ])  # fmt: skip
-    return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
+    return command_line(train, evaluations)
 
 
 def complete_lines(lines: list[dict]) -> list[dict]:

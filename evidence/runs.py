@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,6 +24,29 @@ from evaluations.record import read_records
 
 SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
 VERSIONS = ("commit", "modified", "device", "torch")  # what a line says of the code and the machine
+
+
+TRAIN = [
+    "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0", "evaluation.validation=data/fashion_validation",
+    "evaluation.reference=null",
+]  # fmt: skip
+FID = ["evaluation.reference=references/fashion.npz", "machine.tf32=false", "machine.cpu_threads=1"]
+Planned = tuple[
+    str, str, float, tuple[int, int]
+]  # an evaluation: part, guidance, scale, first sampling seed and number of samples
+
+
+def group_scales(planned: Sequence[Planned]) -> dict[tuple[str, str, tuple[int, int]], list[float]]:
+    """Return the scales of the evaluations that differ in nothing else, which one call of fid.py makes."""
+    scales: dict[tuple[str, str, tuple[int, int]], list[float]] = {}
+    for part, guidance, scale, samples in planned:
+        scales.setdefault((part, guidance, samples), []).append(scale)
+    return scales
+
+
+def command_line(train: list[str], evaluations: list[list[str]]) -> list[str]:
+    """Return the arguments of `python -m evidence` that call `train_and_evaluate`."""
+    return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
 
 
 def train_and_evaluate(train: list[str], evaluations: list[list[str]]) -> None:
@@ -84,8 +108,9 @@ def start(arguments: list[str], output: object) -> subprocess.Popen:
     """Start `python -m evidence` in the current folder, with its output in a file."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    command_line = [sys.executable, "-m", "evidence", *arguments]
-    return subprocess.Popen(command_line, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-m", "evidence", *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
+    )
 
 
 class Recorder:

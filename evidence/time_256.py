@@ -31,7 +31,7 @@ from evidence.contrasts import (
     print_table,
     show_loss_ratios,
 )
-from evidence.runs import compared_run, lines_of_runs, log_file, run_all
+from evidence.runs import FID, TRAIN, Planned, command_line, compared_run, group_scales, lines_of_runs, log_file, run_all
 
 TIME_256 = FOLDER / "fashion_256_time.jsonl"
 SEEDS, SEARCH_SEED = range(20, 26), 100
@@ -50,7 +50,6 @@ GUIDANCES = {
 }  # fmt: skip
 Samples = tuple[int, int]  # first sampling seed, and number of samples
 SEARCHING = (0, 1000)
-Planned = tuple[str, str, float, Samples]  # an evaluation of a run: part, guidance, scale, samples
 
 
 # For each arm: experiment= of train.py, and the number of steps.
@@ -101,17 +100,21 @@ def plan_next(lines: list[dict], num_pairs: int, diverged: Sequence[str]) -> dic
 
     The searches come first, then all training, then the choice of the guidances, then the comparison. {} means that all is done.
     """
+    found = {arm: search(lines, arm, diverged) for arm in ARMS}
     searches = {
         search_name(arm, rate): (arm, SEARCH_SEED, rate, [("search", "none", 1.0, SEARCHING)])
         for arm in ARMS
-        for rate in next_values(search(lines, arm, diverged), FIRST_RATES, RATES)
+        for rate in next_values(found[arm], FIRST_RATES, RATES)
     }
     if searches:
         return searches
-    rates = {arm: best(search(lines, arm, diverged)) for arm in ARMS}
     seeds = [seed for seed in SEEDS[:num_pairs] if not any(compared_run(arm, seed) in diverged for arm in ARMS)]
-    runs = {compared_run(arm, seed): (arm, seed, rates[arm]) for seed in sorted({*seeds, *complete_seeds(lines)}) for arm in ARMS}
-    trained = {compared_run(line["arm"], line["seed"]) for line in lines if "starts" in line}
+    runs = {
+        compared_run(arm, seed): (arm, seed, best(found[arm]))
+        for seed in sorted({*seeds, *complete_seeds(lines)})
+        for arm in ARMS
+    }
+    trained = trained_runs(lines)
     if waiting := {name: (*run, []) for name, run in runs.items() if name not in trained}:
         return waiting
     for plan in (missing_choices, missing_comparisons):
@@ -159,10 +162,15 @@ def value_at(lines: list[dict], arm: str, seed: int, planned: Planned, metric: s
     return find_values(lines, metric, **wanted, seed=seed, first_seed=first_seed, num_samples=num_samples).get(seed)
 
 
+def trained_runs(lines: list[dict]) -> set[str]:
+    """Return the names of the compared runs that reached full time."""
+    return {compared_run(line["arm"], line["seed"]) for line in lines if "starts" in line}
+
+
 def complete_seeds(lines: list[dict]) -> list[int]:
     """Return the seeds of the pairs whose runs both reached full time."""
-    trained = {(line["arm"], line["seed"]) for line in lines if "starts" in line}
-    return [seed for seed in SEEDS if all((arm, seed) in trained for arm in ARMS)]
+    trained = trained_runs(lines)
+    return [seed for seed in SEEDS if all(compared_run(arm, seed) in trained for arm in ARMS)]
 
 
 def mean_logs(lines: list[dict], arm: str, time: str, guidance: str) -> dict[float, float]:
@@ -190,12 +198,17 @@ def choose(lines: list[dict], arm: str, time: str) -> tuple[str, float]:
     return min(means, key=means.__getitem__)  # the first of equals, and scales ascend
 
 
+def compared_guidances(lines: list[dict], arm: str, time: str) -> list[tuple[str, float]]:
+    """Return the guidances of the comparison, with their scales: none, and the chosen one if it is another."""
+    return [*dict.fromkeys([("none", 1.0), choose(lines, arm, time)])]
+
+
 def missing_comparisons(lines: list[dict], arm: str, seed: int) -> list[Planned]:
     """Return the missing evaluations of a run for the comparison."""
-    planned = [(time, *guidance, comparing(seed)) for time in TIMES for guidance in {("none", 1.0), choose(lines, arm, time)}]
+    planned = [(time, *guidance, comparing(seed)) for time in TIMES for guidance in compared_guidances(lines, arm, time)]
     if arm == "routed":
         planned.append(("early", "none", 1.0, comparing(seed)))
-    return [evaluation for evaluation in sorted(planned) if value_at(lines, arm, seed, evaluation) is None]
+    return [evaluation for evaluation in planned if value_at(lines, arm, seed, evaluation) is None]
 
 
 def arguments_of(
@@ -206,27 +219,22 @@ def arguments_of(
     is_search = seed == SEARCH_SEED
     last, saved, evaluated = ("search",) * 3 if is_search else ("full", "early", "half")
     train = [
-        f"experiment={ARMS[arm][0]}", "train.batch_size=16", "machine.tf32=false", "machine.cpu_threads=1",
-        "sample_grid.every=0", "evaluation.reference=null", "evaluation.validation=data/fashion_validation", f"seed={seed}",
+        f"experiment={ARMS[arm][0]}", "train.batch_size=16", *TRAIN, f"seed={seed}",
         f"train.num_steps={step_of(arm, last)}", f"train.lr={rate}", f"checkpoint.every={step_of(arm, saved)}",
         f"evaluation.every={step_of(arm, evaluated)}", f"name={name}", f"output_dir={runs}",
         *([] if is_search else [f"checkpoint.keep_every={step_of(arm, saved)}"]), *overrides,
     ]  # fmt: skip
     folders = {part: runs / name / "checkpoints" / store.folder_name(step_of(arm, part)) for part in PARTS}
     evaluations = []
-    scales_of: dict[tuple, list[float]] = {}
-    for part, guidance, scale, samples in planned:
-        scales_of.setdefault((part, guidance, samples), []).append(scale)
-    for (part, guidance, (first_seed, num_samples)), scales in scales_of.items():
+    for (part, guidance, (first_seed, num_samples)), scales in group_scales(planned).items():
         key, _, _, further = GUIDANCES.get(guidance, ("guidance.cfg_scale", (), (), ""))
         evaluations.append([
-            f"checkpoint={folders[part]}", "evaluation.reference=references/fashion.npz", "sampler.num_steps=12",
-            "sampling.precision=bf16", "sampling.batch_size=50", "machine.tf32=false", "machine.cpu_threads=1",
+            f"checkpoint={folders[part]}", *FID, "sampler.num_steps=12", "sampling.precision=bf16", "sampling.batch_size=50",
             f"guidance={guidance}", *further.format(early=folders["early"]).split(),
             *([f"{key}={json.dumps(scales)}"] if guidance in GUIDANCES else []), f"evaluation.num_samples={num_samples}",
             f"evaluation.first_seed={first_seed}", *fid_overrides,
         ])  # fmt: skip
-    return ["train_and_evaluate", f"train={json.dumps(train)}", f"evaluations={json.dumps(evaluations)}"]
+    return command_line(train, evaluations)
 
 
 def show_256(lines: list[dict]) -> None:
@@ -262,7 +270,7 @@ def show_256(lines: list[dict]) -> None:
         return
     rows = []
     for arm, time in product(ARMS, TIMES):
-        for guidance, scale in dict.fromkeys([("none", 1.0), choose(lines, arm, time)]):
+        for guidance, scale in compared_guidances(lines, arm, time):
             found = [
                 [value_at(lines, arm, seed, (time, guidance, scale, comparing(seed)), metric) for seed in counted]
                 for metric in NAMES
