@@ -799,6 +799,8 @@ def test_good_latents_pass_inspection_and_are_drawn(images, vae, tmp_path, caplo
     inspect(folder, "sigma_data=0.1")  # a second call draws the same picture
     with pytest.raises(UserError, match="grid=.*exists; give another file"):
         inspect(folder, f"grid={next(folder.glob('inspect_*.png'))}")
+    with pytest.raises(UserError, match="grid=true must end in .png"):
+        inspect(folder, "grid=true")
     with pytest.raises(UserError, match="nowhere does not exist"):
         inspect(tmp_path / "nowhere")
 

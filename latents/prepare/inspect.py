@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from common.errors import UserError
 from common.files import open_atomically
-from common.images import DRAWING, class_caption, from_uint8, labelled_grid, to_uint8
+from common.images import DRAWING, SUFFIXES, class_caption, from_uint8, labelled_grid, to_uint8
 from common.progress import progress_bar
 from common.types import AutoencoderSpec, PositiveFloat, PositiveInt, Text
 from latents import autoencoders
@@ -61,16 +61,10 @@ def inspect(
     """
     dataset = LatentDataset(path, check_folder=False)
     autoencoder = autoencoder or dataset.info.autoencoder
-    file = Path(grid)
-    if grid == "auto":
-        folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
-        file = folder / DRAWING.format(dataset.hash[:8])
-    elif file.exists():
-        raise UserError(f"grid={file} exists; give another file, or remove it")
-    is_drawn = grid != "none" and (grid != "auto" or autoencoder != "none")
+    file = grid_file(grid, dataset, autoencoder)
     device = start_accelerator(cpu_threads).device
     decoder = None
-    if is_drawn or (images is not None and dataset.info.autoencoder != "identity"):
+    if file is not None or (images is not None and dataset.info.autoencoder != "identity"):
         decoder = autoencoders.build(autoencoder, device, dataset.channels)
         decoded, resolution = dataset.height * decoder.scaling.downsampling, dataset.info.resolution
         if images is not None and decoded != resolution:
@@ -78,11 +72,26 @@ def inspect(
     shared = [] if other is None else find_shared(dataset, LatentDataset(other, check_folder=False))
     originals = None if images is None else open_originals(dataset, images)
     problems = find_problems(dataset, sigma_data, originals, decoder, device) + shared
-    if is_drawn:
+    if file is not None:
         draw_grid(file, dataset, decoder, device, originals)
     if problems:
         raise UserError("\n- ".join([f"{path}: {len(problems)} problems", *problems]))
     log.info("no problems were found")
+
+
+def grid_file(grid: str, dataset: LatentDataset, autoencoder: str) -> Path | None:
+    """Return the file of the grid, or None without a grid. Raises UserError if the file cannot be written as an image."""
+    if grid == "none" or (grid, autoencoder) == ("auto", "none"):
+        return None
+    if grid == "auto":
+        folder = dataset.path if dataset.path.is_dir() else dataset.path.parent
+        return folder / DRAWING.format(dataset.hash[:8])
+    file = Path(grid)
+    if file.exists():
+        raise UserError(f"grid={file} exists; give another file, or remove it")
+    if file.suffix.lower() not in SUFFIXES:
+        raise UserError(f"grid={file} must end in {', '.join(SUFFIXES)}")
+    return file
 
 
 def draw_grid(
