@@ -26,7 +26,7 @@ from common.errors import Unreadable, UserError, as_user_error
 from common.files import hash_bytes, pop_format, read_json, regular_file, write_atomically
 from common.images import hash_pixels
 from common.randomness import SampleRandom
-from common.types import MAX_CLASSES, Colour, FiniteFloat, NonNegativeInt, PositiveFloat, Range
+from common.types import MAX_CLASSES, Colour, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from configs.settings import describe_errors
 
 MANIFEST = "manifest.json"  # file that lists all shards of a complete folder
@@ -36,8 +36,8 @@ Kind = Literal["sample", "moments"]
 LabelBy = Literal["auto", "none", "first_level"]
 Part = Literal["all", "train", "validation"]
 Duplicates = Literal["keep", "skip"]
-NumClasses = Annotated[int, Field(ge=1, le=MAX_CLASSES)]
-Resolution = Annotated[int, Field(ge=1, le=2**16)]
+NumClasses = Annotated[PositiveInt, Field(le=MAX_CLASSES)]
+Resolution = Annotated[PositiveInt, Field(le=2**16)]
 _MAY_BE_TEXT = pydantic.Strict(False)  # other programs may write numbers of the header as text
 
 
@@ -48,8 +48,8 @@ class ShardInfo:
     kind: Kind  # `sample` (C channels) or `moments` (mean and log-variance in 2C channels, from which the trainer draws latents)
     scale_factor: Annotated[PositiveFloat, _MAY_BE_TEXT]  # factor that scales latents before they enter the network
     autoencoder: str  # name of the autoencoder: identity, none, sd-vae:<hub id or folder> or va-vae:<file or folder>
-    resolution: Resolution  # image height and width in pixels
-    num_classes: NumClasses  # number of classes (labels range from 0 to num_classes - 1)
+    resolution: Annotated[Resolution, _MAY_BE_TEXT]  # image height and width in pixels
+    num_classes: Annotated[NumClasses, _MAY_BE_TEXT]  # number of classes (labels range from 0 to num_classes - 1)
     # Mean and standard deviation of each of the C channels over all latents. If both values are None, latents are not normalised.
     latents_mean: list[Annotated[FiniteFloat, _MAY_BE_TEXT]] | None = None
     latents_std: list[Annotated[PositiveFloat, _MAY_BE_TEXT]] | None = None

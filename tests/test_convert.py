@@ -109,6 +109,8 @@ def test_values_that_cannot_be_stored_and_missing_settings_are_refused_before_an
     for settings, message in (
         ([], "give kind="),
         (["kind=moments", "num_classes=9"], "num_classes=9"),
+        (["kind=moments", "num_classes=2000000"], "num_classes=2000000"),
+        (["kind=moments", "resolution=100000"], "resolution=100000"),
         (["kind=moments", "keep_images=jpeg"], "keep_images=jpeg needs REPA.s folder images"),
     ):
         with pytest.raises(UserError, match=message):

@@ -127,11 +127,12 @@ def changed(info=None, **tensors):
 
 
 def test_numbers_of_a_header_may_be_text(tmp_path):
-    changed({"scale_factor": "0.5", "num_classes": "3", "latents_mean": ["0", 1], "latents_std": [1, "2"]})(
+    changed({"scale_factor": "0.5", "num_classes": "3", "resolution": "4", "latents_mean": ["0", 1], "latents_std": [1, "2"]})(
         file := tmp_path / "x.safetensors"
     )
     info = LatentDataset(file).info
-    assert (info.scale_factor, info.num_classes, info.latents_mean, info.latents_std) == (0.5, 3, [0, 1], [1, 2])
+    assert (info.scale_factor, info.num_classes, info.resolution) == (0.5, 3, 4)
+    assert (info.latents_mean, info.latents_std) == ([0, 1], [1, 2])
 
 
 def cut_off(file):

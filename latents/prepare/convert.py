@@ -17,7 +17,7 @@ from latents.autoencoders import SD_VAE, SD_VAES, known_scaling
 from latents.prepare.formats import LatentSource, open_latents
 from latents.prepare.labelled_images import count_classes
 from latents.prepare.write import SHARD_SIZE, Dtype, ShardFolder
-from latents.shards import Kind, ShardInfo, pack_images
+from latents.shards import Kind, NumClasses, Resolution, ShardInfo, pack_images
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class ConvertConfig:
     scale: PositiveFloat | None = None  # factor that scaled the stored samples (1 or 0.18215, required for tars of samples)
     scale_factor: PositiveFloat | None = None  # factor that scales latents before they enter the network
     autoencoder: AutoencoderSpec | None = None  # autoencoder as in `encode`, or `none` (default for 4 channels: SD-VAE)
-    resolution: PositiveInt | None = None  # image height and width in pixels
-    num_classes: PositiveInt | None = None  # number of classes (default: the largest label + 1)
+    resolution: Resolution | None = None  # image height and width in pixels
+    num_classes: NumClasses | None = None  # number of classes (default: the largest label + 1)
     # If true, normalise each channel with its measured mean and standard deviation. If null, use the statistics in LightningDiT's
     # latents_stats.pt, if this file exists. If false, do not normalise.
     normalize: bool | None = None
