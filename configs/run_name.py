@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from common.files import hash_bytes
 from common.roles import Role
-from configs.settings import GROUPS
 
+GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 MAX_NAME_LENGTH = 60  # maximum number of characters in a generated run name
 
 
@@ -22,16 +22,22 @@ def run_name(default: str, overrides: Sequence[str], values: Mapping[str, object
     Args:
         values, roles: Value and role of each dotted key. Keys inside lists have none.
     """
-    overridden = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in overrides)}
+    overridden = {key: value for key, _, value in (override.lstrip("+").partition("=") for override in overrides)}
     if "name" in overridden:
         return default  # it is the user's name
     in_default = {"experiment", "seed"} if "experiment" in overridden else {"data", "model"}
     parts = [
         part_of(key, values.get(f"{key}.name" if key in GROUPS else key, text))
         for key, text in overridden.items()
-        if key not in in_default and (role := role_of(key, roles)) and role.resume != "accepts"
+        if key not in in_default and is_fixed(key, roles)
     ]
     return shorten("_".join([default, *parts])) if parts else default
+
+
+def is_fixed(key: str, roles: Mapping[str, Role]) -> bool:
+    """Return whether another value of a key makes another run. The group data has no role of its own, as its keys differ."""
+    role = role_of(key, roles)
+    return key == "data" or (role is not None and role.resume != "accepts")
 
 
 def role_of(key: str, roles: Mapping[str, Role]) -> Role | None:

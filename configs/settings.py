@@ -25,7 +25,6 @@ class Settings(BaseModel):
 
 S = TypeVar("S", bound=Settings)
 M = TypeVar("M", bound=BaseModel)
-GROUPS = ("data", "model", "diffusion", "alignment", "guidance")  # Hydra's config groups
 
 # A value or a list of values. The discriminator lets pydantic check, and report, only one of the two.
 OneOrMany = Annotated[

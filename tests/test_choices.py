@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 import dit
 from cli.compose import compose_overrides
 from configs import sampling_schema, schema
-from configs.settings import GROUPS, Settings
+from configs.run_name import GROUPS
+from configs.settings import Settings
 from evaluations.suite import METRICS
 from extras import lightningdit
 from guidance import GUIDANCES

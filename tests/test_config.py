@@ -349,6 +349,7 @@ def test_a_run_is_named_after_the_settings_that_distinguish_it():
     assert name("diffusion.P_mean=-0.4") == "digits_tread_P_mean--0.4" != name("diffusion.P_mean=0.4")
     assert name("model.routes.0.selection_ratio=0.25") == "digits_tread_selection_ratio-0.25"
     assert name("experiment=table2_dit_b2", "seed=2") == "table2_dit_b2_seed2"
+    assert name("experiment=table2_dit_b2", "data=imagenet512", "data.path=x") == "table2_dit_b2_seed0_data-imagenet512"
     assert name("experiment=table2_dit_b2", "model=tread", "train.lr=1e-3") == "table2_dit_b2_seed0_model-tread_lr-0.001"
     long = [name(f"model.routes=[{{selection_ratio:0.{i},start_layer_idx:2,end_layer_idx:-4}}]", "train.lr=1e-4") for i in (3, 4)]
     assert all(len(one) == 60 for one in long) and long[0] != long[1]
