@@ -62,7 +62,7 @@ def convert(cfg: ConvertConfig) -> None:
             if read_jpeg is not None:
                 tensors |= pack_images([read_jpeg(item) for item in range(shard.start, shard.stop)])
             folder.write(shard, tensors)
-        folder.finish(normalize=bool(cfg.normalize), source=cfg.path)
+        folder.finish(source=cfg.path)
 
 
 def resolve_shard_info(source: LatentSource, cfg: ConvertConfig) -> tuple[ShardInfo, float]:

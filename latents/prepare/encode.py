@@ -75,7 +75,7 @@ def encode(cfg: EncodeConfig) -> None:
         if unreadable:
             raise UserError(list_problems([*unreadable.values()], REPAIR_IN_SHARDS))
         entries = {"source": cfg.images, "label_by": cfg.labels, "unread": images.unsupported}
-        on_main(partial(folder.finish, images.class_names, cfg.normalize, cfg.sigma_data, images.problems, **entries))
+        on_main(partial(folder.finish, images.class_names, images.problems, **entries))
 
 
 class _ReadableImage(NamedTuple):

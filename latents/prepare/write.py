@@ -86,8 +86,10 @@ class ShardFolder:
         Args:
             output: Folder for the shards.
             info: Header of the shards.
-            settings: All settings that affect the shards, among them `shard_size` (items per shard) and `dtype` (of the stored
-                latents). Resuming requires identical settings.
+            settings: All settings that affect the shards. Resuming requires identical settings. This class reads `shard_size`
+                (items per shard), `dtype` (of the stored latents), `normalize` (whether `finish` stores each channel's mean and
+                standard deviation over all latents in the headers) and `sigma_data` (target standard deviation of the network
+                input, for which `finish` stores the scale factor).
             hash_items: Function (start, stop) that hashes items start .. stop - 1. If the hash of a finished shard's items
                 changes, the shard must be made again. If all hashes change, the folder holds another data set.
             num_items: Number of items.
@@ -202,16 +204,14 @@ class ShardFolder:
     def finish(
         self,
         class_names: list[str] | None = None,
-        normalize: bool = False,
-        sigma_data: float | None = None,
         problems: Mapping[str, str] | None = None,
         **entries: object,
     ) -> None:
-        """Write manifest.json and remove the lock file, after all shards are written.
+        """Write the scale of all latents into the shards, write manifest.json and remove the lock file.
+
+        Call this method after all shards are written.
 
         Args:
-            normalize: Whether to store each channel's mean and standard deviation over all latents in the shard headers.
-            sigma_data: Target standard deviation of the network input. If set, store the corresponding scale factor.
             problems: {name: problem} of the links and folders that are left out.
             entries: Additional entries of the manifest.
 
@@ -227,7 +227,7 @@ class ShardFolder:
         if not sums.any():
             raise UserError(f"none of the {len(left_out)} items could be read; the first: {first_problem}")
         mean, std = (values.tolist() for values in mean_and_std(sums))
-        self._store_scale(mean, std, normalize, sigma_data)
+        self._store_scale(mean, std)
         dataset = LatentDataset(self.output, check_folder=False)  # raises UserError if the shards are inconsistent
         notes = sum((Counter(record.get("notes", {})) for record in provenance), Counter())
         if (hashes := dataset.image_hashes) is not None and len(np.unique(hashes)) < len(hashes):
@@ -254,8 +254,9 @@ class ShardFolder:
         if left_out:
             log.warning("left out %s, listed in %s; the first: %s", count_left_out(left_out), MANIFEST, first_problem)
 
-    def _store_scale(self, mean: list[float], std: list[float], normalize: bool, sigma_data: float | None) -> None:
+    def _store_scale(self, mean: list[float], std: list[float]) -> None:
         """Store what scales all latents in the headers. After an interruption, the next run rewrites the remaining shards."""
+        normalize, sigma_data = self.settings.get("normalize"), self.settings.get("sigma_data")
         overall = overall_std(mean, std)
         if (normalize and not all(std)) or (sigma_data is not None and not overall):
             raise UserError("a channel is constant and cannot be scaled: leave out normalize=true or sigma_data=")
