@@ -43,6 +43,7 @@ from latents.shards import (
 log = logging.getLogger(__name__)
 
 Dtype = Literal["float16", "float32"]
+SHARD_NAME = r"latents_\d{5,}\.safetensors"
 SHARD_SIZE = 4096  # number of items per shard (64 MiB for moments of 256x256 images in float16)
 
 
@@ -173,17 +174,12 @@ class ShardFolder:
         Raises UserError if another program wrote a shard, if shards have different settings, if all have different items, or if
         there are only other files.
         """
-        provenance = {}
-        for file in shard_files(self.output):
-            provenance[file] = read_header(file).get("provenance")
-            if provenance[file] is None or not re.fullmatch(r"latents_\d{5,}\.safetensors", file.name):
-                raise UserError(f"output={self.output} holds {file.name}, which this command did not write; choose another")
+        provenance = {file: read_header(file).get("provenance") for file in shard_files(self.output)}
+        others = [f.name for f, record in provenance.items() if record is None or not re.fullmatch(SHARD_NAME, f.name)]
         if not provenance and self.output.is_dir():
             others = sorted(f.name for f in self.output.iterdir() if not is_hidden(f.name) and f.name != MANIFEST)
-            if others:
-                raise UserError(
-                    f"output={self.output} holds {others[0]}, which this command did not write; choose another folder"
-                )
+        if others:
+            raise UserError(f"output={self.output} holds {others[0]}, which this command did not write; choose another folder")
         changed = [change for record in provenance.values() for change in self._changed_settings(record)]
         if provenance and self._planned().keys().isdisjoint((file, record["source"]) for file, record in provenance.items()):
             changed.append("made of other items")
