@@ -205,8 +205,11 @@ class _AllowsExtra(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow", strict=True)
 
 
-class _EncodeSettings(_AllowsExtra):
-    """Entries of a manifest's `settings` that this project reads. `convert` and other programs do not write them."""
+class EncodeSettings(_AllowsExtra):
+    """Entries of a manifest's `settings` that say how `encode` chose and read images. Other programs do not write them.
+
+    The defaults only allow this: `read_manifest` returns the entries of the file.
+    """
 
     part: Part = "all"
     duplicates: Duplicates = "keep"
@@ -225,7 +228,7 @@ class _Manifest(_AllowsExtra):
     """Entries of a manifest that this project reads. Other programs may leave out those with a default."""
 
     shards: dict[str, str]
-    settings: _EncodeSettings
+    settings: EncodeSettings
     class_names: list[str] | None = None
     label_by: LabelBy | None = None  # `labels` of `encode`
     left_out: list[_LeftOut] = []

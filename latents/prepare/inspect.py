@@ -28,7 +28,7 @@ from latents.prepare.encode_plan import EncodeConfig, image_reader, select_image
 from latents.prepare.image_reader import ImageReader
 from latents.prepare.labelled_images import open_labelled_images
 from latents.prepare.write import count_left_out, log_notes
-from latents.shards import MANIFEST, UNFINISHED, ShardInfo, hash_latents, is_intact, mean_and_log_variance
+from latents.shards import MANIFEST, UNFINISHED, EncodeSettings, ShardInfo, hash_latents, is_intact, mean_and_log_variance
 from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)
@@ -122,8 +122,7 @@ def open_originals(dataset: LatentDataset, folder: str) -> ImageReader:
     """
     # Manifests of earlier versions lack `label_by`.
     label_by = dataset.manifest.get("label_by") or ("none" if dataset.info.num_classes == 1 else "auto")
-    keys = ("part", "duplicates", "background", "pad", "grey", "value_range")
-    settings = {key: dataset.encode_settings[key] for key in keys if key in dataset.encode_settings}
+    settings = {key: value for key, value in dataset.encode_settings.items() if key in EncodeSettings.model_fields}
     settings |= {"resolution": dataset.info.resolution, "num_workers": torch.get_num_threads()}
     cfg = EncodeConfig(folder, str(dataset.path), label_by, **settings)
     images = select_images(open_labelled_images(folder, cfg.labels, needs_labels=False), cfg)
