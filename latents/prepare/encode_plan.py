@@ -67,10 +67,10 @@ class EncodeConfig:
     tf32: bool = True  # whether CUDA uses TF32 for float32 matrix products and convolutions
 
 
-# Keys that may change when `encode` resumes. Item hashes cover the images and labels, and shard headers contain the statistics.
-# The settings in shards get scale_factor from ShardInfo.
-MAY_CHANGE_ON_RESUME = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
-MAY_CHANGE_ON_RESUME |= {"scale_factor"}
+# Keys that the settings in shards leave out. Some may change when `encode` resumes. Item hashes cover the images and labels.
+# ShardInfo holds the values of the others, which may not change: scale_factor, and the statistics of latents_stats.
+NOT_IN_SETTINGS = {"images", "output", "labels", "latents_stats", "on_error", "batch_size", "num_workers", "cpu_threads"}
+NOT_IN_SETTINGS |= {"scale_factor"}
 REPAIR = "repair or remove {}, or set on_error=skip"
 NUM_CHECKED = 10_000  # number of images that `find_unreadable` reads
 
@@ -138,7 +138,7 @@ def plan_shards(
     Return the folder, and what `recheck_left_out` returns.
     """
     info = plan_shard_info(images, vae, cfg)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE_ON_RESUME}
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
     if cfg.duplicates == "keep":
         del settings["duplicates"]  # shards of earlier versions lack the key
     settings |= {"command": "encode", **asdict(info), "weights": weights_hash, "crop": "adm_center_crop"}
