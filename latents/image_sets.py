@@ -49,11 +49,13 @@ def holds_shards(path: str | Path) -> bool:
 def open_image_set(
     path: str | Path, convert_to_rgb: bool = False, crop: int | None = None, background: str = "white"
 ) -> ImageSet:
-    """Open images on disk. `evaluations.images.ImageFolder` documents the other arguments, which shards of pixels do not need.
+    """Open images on disk. `evaluations.images.ImageFolder` documents the other arguments. `crop` is for a folder only.
 
     Raises UserError if the images cannot be used, or if `path` is the folder of a run, whose pictures are grids and plots.
     """
     if holds_shards(path):
+        if crop is not None:
+            raise UserError(f"resolution={crop} crops the images of a folder, but {path} holds shards")
         return PixelShards(path)
     if all((Path(path) / name).exists() for name in ("config.yaml", "checkpoints")):
         raise UserError(f"{path} is the folder of a run, which holds grids and plots; give a folder of images, or an .npz")

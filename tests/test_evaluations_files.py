@@ -84,6 +84,9 @@ def test_paths_that_are_not_sets_of_images_are_refused_by_name(tmp_path):
     np.savez(tmp_path / "a.npz", IMAGES)
     with pytest.raises(UserError, match="resolution=64 crops the images of a folder"):
         open_images(tmp_path / "a.npz", crop=64)
+    make_shard(tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="resolution=64 crops the images of a folder, but .* holds shards"):
+        open_image_set(tmp_path / "a.safetensors", crop=64)
 
 
 def test_a_damaged_or_short_array_is_found_while_reading(tmp_path):

@@ -14,7 +14,7 @@ from common.images import are_same_colour
 from common.types import Colour, PositiveInt, Text
 from evaluations.classifiers import train_detector
 from evaluations.images import read_ahead, write_npz
-from latents.image_sets import holds_shards, open_image_set
+from latents.image_sets import open_image_set
 from runtime.machine import start_accelerator
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ def reference(images: Text, output: Text, resolution: PositiveInt | None = None,
     """
     if not output.endswith(".npz") or Path(output).exists():
         raise UserError(f"output={output} {'exists; give a new file' if Path(output).exists() else 'must end in .npz'}")
-    if holds_shards(images) and resolution is not None:
-        raise UserError(f"resolution={resolution} crops the images of a folder, but images={images} holds shards")
     image_set = open_image_set(images, convert_to_rgb=True, crop=resolution, background=background or "white")
     if background and image_set.background and not are_same_colour(background, image_set.background):
         raise UserError(f"background={background}, but images={images} was made with background={image_set.background}")
