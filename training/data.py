@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, prefix_errors
@@ -22,8 +21,6 @@ def open_training_latents(data: schema.Data) -> LatentDataset:
     """Open the training latents in data.path."""
     if data.path is None:
         raise UserError(f"data.path is not set: give the folder of the latent shards of {data.name}; see docs/data.md")
-    if not Path(data.path).exists():
-        raise UserError(f"data.path={data.path} does not exist")
     with log_if_slow(log, "opening data.path=%s", data.path), prefix_errors("data.path"):
         dataset = LatentDataset(data.path)
     if dataset.height != dataset.width:
