@@ -10,7 +10,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from cli.hydra_setup import CONFIGS, files_of, row_names
+from cli.hydra_setup import COMMANDS_ON_RUNS, CONFIGS, files_of, row_names
 from common.errors import UserError
 from configs.settings import did_you_mean, flatten
 
@@ -85,7 +85,7 @@ def choices_by_key(config_name: str) -> dict[str, list[str]]:
         is_global = file.read_text(encoding="utf-8").startswith("# @package _global_")
         prefix = "" if group is None or is_global else f"{group}."
         for key in flatten(OmegaConf.to_container(OmegaConf.load(file)), prefix):
-            is_of_run = key.startswith("diffusion.") and config_name in ("sample", "fid")  # they take the run's diffusion
+            is_of_run = key.startswith("diffusion.") and config_name in COMMANDS_ON_RUNS
             if key.removeprefix(prefix) != "defaults" and not is_of_run:
                 choices.setdefault(key, []).extend([] if group is None else [f"{group}={file.stem}"])
     return choices

@@ -13,19 +13,20 @@ from omegaconf import DictConfig, OmegaConf
 from common.files import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
+COMMANDS_ON_RUNS = ("sample", "fid")  # commands that take the configuration of a run, such as its diffusion
 
 
 def files_of(config_name: str) -> list[Path]:
     """Return the YAML files with the keys of a command, without the rows. train.py also takes a user's own configuration."""
     groups = ["sampling.yaml", "guidance/*.yaml", "diffusion/*.yaml"]
-    names = [f"{config_name}.yaml", *groups] if config_name in ("sample", "fid") else ["config.yaml", "*/*.yaml"]
+    names = [f"{config_name}.yaml", *groups] if config_name in COMMANDS_ON_RUNS else ["config.yaml", "*/*.yaml"]
     return [file for name in names for file in sorted(CONFIGS.glob(name)) if file.parent.name != "experiment"]
 
 
 def help_text(config_name: str) -> str:
     """Return Hydra's template for --help: the script's docstring, and the YAML files, which explain every key."""
     keys = "\n".join(f"--- {file.relative_to(REPOSITORY)}\n{file.read_text(encoding='utf-8')}" for file in files_of(config_name))
-    choices = "" if config_name in ("sample", "fid") else "== Configuration groups ==\n$APP_CONFIG_GROUPS\n"
+    choices = "" if config_name in COMMANDS_ON_RUNS else "== Configuration groups ==\n$APP_CONFIG_GROUPS\n"
     docstring = (sys.modules["__main__"].__doc__ or "").replace("$", "$$")  # Hydra fills in $NAME
     keys = keys.replace("$", "$$")
     return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
