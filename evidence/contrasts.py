@@ -37,12 +37,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.write(markdown_table(columns, rows) + "\n")
 
 
-def show_loss_ratios(lines: list[dict], *conditions: dict[str, object]) -> None:
-    """Print the ratio of the mean validation losses of two conditions by noise level."""
+def show_loss_ratios(lines: list[dict], *conditions: dict[str, object], name: str = "validation loss") -> None:
+    """Print the ratio of the mean validation losses of two conditions by noise level, in a row called `name`."""
     losses = [[line["validation_loss_by_level"] for line in find_lines(lines, LOSS, **wanted)] for wanted in conditions]
     ratios = np.divide(*(np.mean(levels, axis=0) for levels in losses)) if all(losses) else []
     columns = ["noise level", *map(str, range(1, len(ratios) + 1))]
-    print_table(columns, [["validation loss", *(f"{ratio:.3f}" for ratio in ratios)]])
+    print_table(columns, [[name, *(f"{ratio:.3f}" for ratio in ratios)]])
 
 
 def as_ratio(log_ratio: float) -> str:

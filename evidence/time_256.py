@@ -78,7 +78,7 @@ def time_256(
         jobs: Number of runs at a time. Each uses one CPU thread, and the GPU if there is one.
         num_pairs: Number of pairs to train, for few hours. Runs of later seeds that are complete count, too.
         overrides: More train.py arguments, for settings that only change the speed.
-        fid_overrides: More fid.py arguments, for settings that only change the speed, such as sampling.batch_size=500.
+        fid_overrides: More fid.py arguments, for settings that only change the speed, such as machine.compile=none.
         diverged: Names of runs that train.py ended because their loss diverged, by their log files.
 
     Raises:
@@ -98,7 +98,8 @@ def time_256(
 def plan_next(lines: list[dict], num_pairs: int, diverged: Sequence[str]) -> dict[str, tuple[str, int, float, list[Planned]]]:
     """Return what the rule asks for next, by run: arm, training seed, learning rate, and the evaluations that are missing.
 
-    The searches come first, then all training, then the choice of the guidances, then the comparison. {} means that all is done.
+    The searches come first, then all training, then the choice of the guidances, then the comparison. {} means that all is done,
+    or that fewer pairs are complete than a choice needs.
     """
     found = {arm: search(lines, arm, diverged) for arm in ARMS}
     searches = {
@@ -117,10 +118,8 @@ def plan_next(lines: list[dict], num_pairs: int, diverged: Sequence[str]) -> dic
     trained = trained_runs(lines)
     if waiting := {name: (*run, []) for name, run in runs.items() if name not in trained}:
         return waiting
-    for plan in (missing_choices, missing_comparisons):
-        if missing := {name: (*run, evaluations) for name, run in runs.items() if (evaluations := plan(lines, *run[:2]))}:
-            return missing
-    return {}
+    missing = missing_evaluations(lines, [(arm, seed) for arm, seed, _ in runs.values()])
+    return {name: (*runs[name], evaluations) for name, evaluations in missing.items()}
 
 
 def search_name(arm: str, rate: float) -> str:
@@ -179,6 +178,18 @@ def mean_logs(lines: list[dict], arm: str, time: str, guidance: str) -> dict[flo
     seeds = complete_seeds(lines)[:NUM_CHOOSING_SEEDS]
     found = {scale: [value_at(lines, arm, seed, (time, guidance, scale, choosing(seed))) for seed in seeds] for scale in scales}
     return {scale: fmean(map(log, values)) for scale, values in found.items() if values and None not in values}
+
+
+def missing_evaluations(lines: list[dict], runs: Sequence[tuple[str, int]]) -> dict[str, list[Planned]]:
+    """Return what is missing next of runs (arm, seed), by name: evaluations of the choice, or else of the comparison.
+
+    Without enough pairs for a choice, nothing is evaluated.
+    """
+    plans = (missing_choices, missing_comparisons) if len(complete_seeds(lines)) >= NUM_CHOOSING_SEEDS else ()
+    for plan in plans:
+        if missing := {compared_run(*run): evaluations for run in runs if (evaluations := plan(lines, *run))}:
+            return missing
+    return {}
 
 
 def missing_choices(lines: list[dict], arm: str, seed: int) -> list[Planned]:
@@ -240,7 +251,7 @@ def arguments_of(
 def show_256(lines: list[dict]) -> None:
     """Print the search, the choice of the guidances, all arms, the outcomes, and ratios of validation losses.
 
-    Pairs count if both runs and all evaluations of the comparison are complete. With fewer than three, there are no outcomes.
+    All pairs count whose runs are complete. There are no outcomes with fewer than three, or while results of a pair are missing.
     """
     rows = []
     for arm in ARMS:
@@ -255,18 +266,21 @@ def show_256(lines: list[dict]) -> None:
             for scale in found:
                 distances = [value_at(lines, arm, seed, (time, guidance, scale, choosing(seed))) for seed in seeds]
                 cells.append(_marked(f"{scale:g}", scale == best(found), mean_text(DISTANCE, distances)))
-            is_chosen = choose(lines, arm, time) == (guidance, best(found))
-            rows.append([arm, time, guidance + " (chosen)" * is_chosen, as_ratio(found[best(found)]), ", ".join(cells)])
+            notes = ["chosen"] * (choose(lines, arm, time) == (guidance, best(found)))
+            notes += ["an end of all scales"] * (guidance in GUIDANCES and is_end(best(found), GUIDANCES[guidance][2]))
+            rows.append(
+                [arm, time, guidance + f" ({', '.join(notes)})" * bool(notes), as_ratio(found[best(found)]), ", ".join(cells)]
+            )
     columns = ["arm", "time", "guidance", "lowest geometric mean", f"distance by scale, {len(seeds)} seeds of 500 samples"]
     if rows:
         print_table(columns, rows)
 
-    counted = [
-        seed for seed in complete_seeds(lines) if all(mean_logs(lines, arm, time, "none") for arm in ARMS for time in TIMES)
-        and not any(missing_comparisons(lines, arm, seed) for arm in ARMS)
-    ]  # fmt: skip
+    counted = complete_seeds(lines)
     if len(counted) < NUM_CHOOSING_SEEDS:
         sys.stdout.write(f"{len(counted)} pairs are complete, and outcomes need {NUM_CHOOSING_SEEDS}.\n\n")
+        return
+    if missing := runs_without_results(lines, [(arm, seed) for seed in counted for arm in ARMS]):
+        sys.stdout.write(f"There are no outcomes yet, because results of complete pairs are missing: {', '.join(missing)}.\n\n")
         return
     rows = []
     for arm, time in product(ARMS, TIMES):
@@ -279,13 +293,26 @@ def show_256(lines: list[dict]) -> None:
     print_table(["arm", "time", "guidance", "scale", "seeds", *NAMES.values()], rows)
 
     primary, secondary = ([*outcomes] for outcomes in (primary_outcomes(lines, counted), secondary_outcomes(lines, counted)))
-    corrected = [f"{p:.2g}" for p in holm([contrast.p_value for *_, contrast in primary])]
+    corrected = [
+        f"{p:.2g}, {'decided' if p < 0.05 else 'undecided'}" for p in holm([contrast.p_value for *_, contrast in primary])
+    ]
     rows = [[name, contrast.text(text_of)] for name, text_of, contrast in (*primary, *secondary)]
     print_table(["primary outcome, paired by seed", "95% interval", "p (Holm)"], [[*row, p] for row, p in zip(rows, corrected)])
     print_table(["secondary outcome, paired by seed", "95% interval"], rows[len(primary) :])
     lines = [line for line in lines if line["seed"] in counted]
     for time in TIMES:
-        show_loss_ratios(lines, *({"arm": arm, "step": step_of(arm, time)} for arm in ARMS))
+        show_loss_ratios(lines, *({"arm": arm, "step": step_of(arm, time)} for arm in ARMS), name=f"validation loss, {time} time")
+
+
+def is_end(value: float, values: Sequence[float]) -> bool:
+    return value in (values[0], values[-1])
+
+
+def runs_without_results(lines: list[dict], runs: Sequence[tuple[str, int]]) -> list[str]:
+    """Return the names of the runs (arm, seed) that lack evaluations or validation losses."""
+    losses = {(arm, time): find_values(lines, LOSS, arm=arm, step=step_of(arm, time)) for arm in ARMS for time in TIMES}
+    without_losses = {compared_run(arm, seed) for arm, seed in runs for time in TIMES if seed not in losses[arm, time]}
+    return sorted({*missing_evaluations(lines, runs)} | without_losses)
 
 
 def _marked(name: str, is_best: bool, result: str) -> str:

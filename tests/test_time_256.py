@@ -135,6 +135,9 @@ def test_diverged_runs_and_few_hours_leave_complete_pairs():
     assert "dense_seed24" not in plan_next(lines, 4, ["search_dense_0.004", "routed_seed21"])  # three others choose
     followed = [*lines, *(line for task in stages[-2].values() for line in run_of(*task, distance_of))]
     assert {seed for _, seed, *_ in plan_next(followed, 4, ["search_dense_0.004", "routed_seed21"]).values()} == {20, 22, 23, 24}
+    lines, stages = follow(distance_of, 2)
+    assert [*stages[-1]] == [f"{arm}_seed{seed}" for seed in (20, 21) for arm in ("routed", "dense")]  # two pairs choose nothing
+    assert not any("guidance" in line for line in lines if line["seed"] != 100)
 
 
 def test_outcomes_are_paired_by_seed_and_corrected(capsys):
@@ -152,14 +155,15 @@ def test_outcomes_are_paired_by_seed_and_corrected(capsys):
     show_256(lines)
     text = capsys.readouterr().out
     assert "| dense | 0.001: 101.0" in text and ", **0.002: 100.0" in text
-    assert "| routed | half | cfg (chosen) |" in text and "| routed | half | autoguidance |" in text and "**8: " in text
+    assert "| routed | half | cfg (chosen) |" in text and "| routed | half | autoguidance (an end of all scales) |" in text
     p = [ttest_1samp(differences[time], 0).pvalue for time in ("full", "half")]
     rows = [line.split(" | ") for line in text.splitlines()]
     for number, time in enumerate(("full", "half")):
         (row,) = [row for row in rows if row[0].startswith(f"| {number + 1}. ratio of distances") and f"{time} time" in row[0]]
         interval = ttest_1samp(differences[time], 0).confidence_interval()
         found = f"{math.exp(np.mean(differences[time])):.2f} ({math.exp(interval.low):.2f} to {math.exp(interval.high):.2f}"
-        assert row[1].startswith(found) and float(row[2].rstrip(" |")) == float(f"{max(p[number], 2 * min(p)):.2g}")
+        assert row[1].startswith(found) and float(row[2].split(",")[0]) == float(f"{max(p[number], 2 * min(p)):.2g}")
+        assert row[2].rstrip(" |").endswith(", decided" if time == "full" else ", undecided")
     change = np.subtract(differences["full"], differences["half"])
     low, high = (math.exp(x) for x in ttest_1samp(change, 0).confidence_interval())
     assert f"full time / half time | {math.exp(change.mean()):.2f} ({low:.2f} to {high:.2f})" in text
@@ -167,11 +171,34 @@ def test_outcomes_are_paired_by_seed_and_corrected(capsys):
     # Routed log distances without seed effects: 4 after 9,320 steps and 2 after 18,640, so 4 - 2 log2(12500 / 9320) after 12,500.
     assert f"unguided, after 12,500 steps (interpolated) | {math.exp(3 - 2 * math.log2(12500 / 9320)):.2f} (" in text
     assert "ratio of validation losses, routed / dense, half time | 1.200 (1.200 to 1.200" in text
-    assert "| validation loss | 1.000 | 1.000 |" in text
+    assert all(f"| validation loss, {time} time | 1.000 | 1.000 |" in text for time in TIMES)
     two_pairs = [line for line in lines if line["seed"] in (20, 21, 100)]
     show_256(two_pairs)
     text = capsys.readouterr().out
     assert "2 pairs are complete, and outcomes need 3." in text and "primary" not in text
+
+
+def is_of(line, arm, seed, **wanted):
+    return (line["arm"], line["seed"]) == (arm, seed) and all(line.get(key) == value for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        dict(step=1864, guidance="none", num_samples=5000),  # of the comparison at equal steps alone
+        dict(step=9320, guidance="cfg", num_samples=5000),
+        dict(step=9320, guidance="none", num_samples=500),  # of the choice
+        dict(step=18_640, metrics={LOSS: 0.18}),
+    ],
+)
+def test_a_complete_pair_without_all_results_leaves_no_outcomes_instead_of_itself(wanted, capsys):
+    lines, _ = follow(distance_of)
+    kept = [line for line in lines if not is_of(line, "routed", 21, **wanted)]
+    assert len(kept) < len(lines)
+    show_256(kept)
+    text = capsys.readouterr().out
+    assert "because results of complete pairs are missing: routed_seed21." in text or wanted["num_samples"] == 500
+    assert "are missing: " in text and "primary" not in text
 
 
 def test_all_runs_are_made_recorded_and_shown(fashion_folder, monkeypatch, capsys):
