@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from common.devices import copy_to_device
+
 
 def derive_seed(*parts: int | str | tuple) -> int:
     """Hash the values that determine random numbers, and return a generator seed below 2^63. Raises TypeError for floats.
@@ -51,5 +53,4 @@ class SeedRandom(SampleRandom):
 
     def draw_with(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         drawn = torch.stack([draw(shape, generator=g) for g in self.generators])
-        on_cuda = self.device.type == "cuda"  # copies from pinned memory do not wait for queued work
-        return (drawn.pin_memory() if on_cuda else drawn).to(self.device, non_blocking=on_cuda)
+        return copy_to_device(drawn, self.device)

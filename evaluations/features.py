@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from common.devices import copy_to_device
 from common.errors import UserError
 from common.files import hash_bytes, regular_file, write_atomically
 from common.progress import progress_bar
@@ -104,9 +105,7 @@ def to_device(images: np.ndarray | Tensor, device: torch.device) -> Tensor:
     x = torch.as_tensor(images)
     if x.dtype != torch.uint8 or x.ndim != 4 or x.shape[3] != 3:
         raise UserError(f"images are {x.dtype} {list(x.shape)}; a detector takes uint8 [N, H, W, 3]")
-    if device.type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()  # copying from pinned memory does not wait for the previous batch
-    return x.to(device, non_blocking=True)
+    return copy_to_device(x, device)
 
 
 def extract_features(detectors: Sequence[Detector], batches: Iterable[np.ndarray]) -> list[Features]:

@@ -7,6 +7,7 @@ from conftest import renew_manifest, weights
 from scipy.special import expit
 from scipy.stats import norm
 
+from common.devices import copy_to_device
 from common.errors import UserError
 from common.randomness import SeedRandom
 from edm import EDM
@@ -146,3 +147,12 @@ def test_classes_of_seeds_are_uniform_or_exactly_balanced():
     drawn, in_turn = (torch.tensor(list(draw_labels(seeds, 5, how).values())) for how in ("random", "balanced"))
     assert torch.bincount(drawn).min() > 320 and torch.bincount(in_turn).tolist() == [400] * 5
     assert not torch.equal(drawn, in_turn) and draw_labels([2699], 5, "random") == {2699: drawn[-1].item()}
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [("cuda", {"non_blocking": True}), ("mps", {}), ("cpu", {})])
+def test_only_copies_to_cuda_do_not_wait(kind, arguments, monkeypatch):
+    x, calls = torch.zeros(2), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **arguments: calls.append((device.type, arguments)) or self)
+    copy_to_device(x, torch.device(kind))
+    assert calls == ["pinned"] * (kind == "cuda") + [(kind, arguments)]

@@ -77,7 +77,8 @@ def test_every_tensor_of_a_micro_batch_is_moved_to_the_gpu(tmp_path, monkeypatch
         generators = mock.patch.object(torch, "Generator", lambda *args: make_generator())  # on the CPU
         no_autocast = mock.patch.object(torch, "is_autocast_enabled", lambda *args: False)
         no_backward = mock.patch.object(torch.Tensor, "backward", lambda loss: None)  # it needs a driver
-        with FakeTensorMode(), generators, no_autocast, no_backward:
+        pinned = mock.patch.object(torch.Tensor, "pin_memory", lambda x: x)  # as those of the reader are
+        with FakeTensorMode(), generators, no_autocast, no_backward, pinned:
             weights = {key: torch.empty(p.shape, device="cuda") for key, p in net.named_parameters()}
             on_gpu.wrapped = {"net": lambda *args, **draws: functional_call(net, weights, args, draws)}
             inputs = torch.empty(stored.shape), torch.zeros(labels.shape, dtype=labels.dtype)

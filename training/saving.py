@@ -97,4 +97,4 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to host memory. Copies from CUDA are asynchronous, so synchronize before reading."""
     # Copies to pinned memory are several times faster. torch caches pinned memory, so the next checkpoint reuses the memory.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+    return copy.copy_(tensor, non_blocking=tensor.is_cuda)

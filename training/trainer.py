@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from common.devices import copy_to_device
 from common.errors import Diverged
 from common.interfaces import TokenAlignment
 from common.randomness import SampleRandom, derive_seed
@@ -140,7 +141,7 @@ class Trainer:
             is_last = m == len(self.micro_batch_slices) - 1  # DDP averages the gradients over processes in the last backward
             random_for = partial(StepRandom, cfg.seed, self.step, batch_size=cfg.train.batch_size, rows=rows, device=self.device)
             stored, labels, *images = micro_batch
-            patches = [self.alignment.encode(x.to(self.device, non_blocking=True)) for x in images]
+            patches = [self.alignment.encode(x) for x in images]
             with contextlib.ExitStack() as stack:
                 for module in () if is_last else self.wrapped.values():
                     stack.enter_context(self.accelerator.no_sync(module))
@@ -178,7 +179,7 @@ class Trainer:
             random_for: Function that returns the random numbers of a stream for this micro-batch.
             patches: The alignment encoder's patch tokens of the images, or None without alignment.
         """
-        stored, labels = stored.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        stored, labels = copy_to_device(stored, self.device), copy_to_device(labels, self.device)
         x = latents_for_network(stored, self.dataset.info, random_for("latents"))
         net = self.wrapped["net"] if patches is None else self.alignment.observe(self.wrapped["net"])
         random = random_for("diffusion")

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from common.devices import copy_to_device
 from common.errors import UserError, list_problems
 from common.images import from_uint8
 from common.progress import progress_bar
@@ -183,7 +184,7 @@ def _no_latents(vae: Autoencoder, cfg: EncodeConfig) -> dict[str, Tensor]:
 
 def _encode(batch: _Batch, vae: Autoencoder, cfg: EncodeConfig, device: torch.device) -> dict[str, Tensor]:
     """Encode a batch into latents [b, C or 2C, h, w] on the device. If flips=true, also encode the mirrored images."""
-    pixels = from_uint8(batch.pixels.to(device, non_blocking=True))[:, : 1 if cfg.grey else 3]
+    pixels = from_uint8(copy_to_device(batch.pixels, device))[:, : 1 if cfg.grey else 3]
     latents = {}
     for flip, name in enumerate(LATENT_TENSORS[: 1 + cfg.flips]):
         moments = vae.encode_moments(pixels.flip(-1) if flip else pixels)
