@@ -166,6 +166,15 @@ def autoguidance(inputs: GuidanceInputs, *, w: float, **bounds: float | None) ->
     return _guide(lambda *batch: (inputs.denoise(*batch), weak(*batch)), inputs.denoise, w, **bounds)
 
 
+def is_within(level: float, low: float, high: float) -> bool:
+    """Return whether guidance with these bounds is on at a noise level: above `low`, and up to `high`.
+
+    A bound that is meant to equal one of the sampler's noise levels may differ from it in float64. In float32, it is equal.
+    """
+    with np.errstate(over="ignore"):  # a bound may exceed float32
+        return bool(np.float32(low) < np.float32(level) <= np.float32(high))
+
+
 def _guide(
     estimates: Callable[[Tensor, float, Tensor], tuple[Tensor, ...]],
     unguided: Denoiser,
@@ -185,12 +194,9 @@ def _guide(
         raise ValueError(f"level_lo={level_lo} must be below level_hi={level_hi}: guidance is on between them")
     if scale == 1:
         return unguided
-    with np.errstate(over="ignore"):  # a bound may exceed float32
-        low, high = np.float32(low), np.float32(high)
 
     def denoiser(x: Tensor, level: float, y: Tensor) -> Tensor:
-        # A bound that is meant to equal one of the sampler's noise levels may differ from it in float64. In float32, it is equal.
-        if not low < np.float32(level) <= high:
+        if not is_within(level, low, high):
             return unguided(x, level, y)
         D, D_weak = estimates(x, level, y)
         C = x.shape[1] if channels is None else channels

@@ -5,6 +5,7 @@ The main process builds the recipes of a command, and shares them with the other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from configs.differences import differences_by_role
 from configs.sampling_schema import EvaluationOverrides, Overrides
 from configs.schema import GuidanceSettings, TrainConfig, Weights
 from dit import DiT
-from guidance import GUIDANCES, Guidance, GuidanceInputs
+from guidance import GUIDANCES, Guidance, GuidanceInputs, is_within
 from latents import autoencoders
 from latents.autoencoders import Autoencoder
 from runtime.compilation import resolve_compile
@@ -208,10 +209,9 @@ def check_interval(config: TrainConfig, guidance: GuidanceSettings) -> None:
     low, high = getattr(guidance, "level_lo", None), getattr(guidance, "level_hi", None)
     if low is None and high is None:
         return
-    low = low or 0.0
-    tolerance = 1 + 1e-6  # guidance compares noise levels in float32
-    holds_some = any(low < level and (high is None or level <= high * tolerance) for level in levels)
-    if not holds_some or (high is not None and high > levels[0] * tolerance):  # for example, a sigma for a diffusion that uses t
+    low, end = low or 0.0, math.inf if high is None else high
+    is_too_high = high is not None and not is_within(high, -math.inf, levels[0])  # for example, a sigma for a diffusion of t
+    if is_too_high or not any(is_within(level, low, end) for level in levels):
         raise UserError(
             f"guidance.level_lo={low} to guidance.level_hi={high} does not fit the {len(levels)} noise levels of the sampler of "
             f"diffusion={config.diffusion.name}, which go from {levels[0]:g} to {levels[-1]:.3g}"

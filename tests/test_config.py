@@ -78,6 +78,10 @@ def test_every_shipped_guidance_composes_and_builds_for_every_diffusion(name, di
         (["guidance.level_lo=0.2", "guidance.level_hi=100"], "level_hi=100.*from 80 to 0.002"),
         (["diffusion=sit", "guidance.level_lo=0.28", "guidance.level_hi=2.9"], "level_hi=2.9 .*from 1 to"),
         (["diffusion=sit", "guidance.level_lo=0.41", "guidance.level_hi=0.44"], "level_lo=0.41.*20 noise levels"),
+        (
+            ["diffusion=sit", "sampler.num_steps=3", "guidance.level_lo=0.2", "guidance.level_hi=0.3333333"],
+            "level_lo=0.2 .*3 noise",
+        ),
         (["guidance.level_lo=3", "guidance.level_hi=2"], "level_lo=3"),
         (["guidance.level_lo=0", "guidance.level_hi=9", "guidance.channels=2"], "guidance.channels=2.*1 channels"),
         (["guidance=sparse", "guidance.r_strong=0.6"], "r_strong=0.6"),
