@@ -33,7 +33,9 @@ def folder(tmp_path_factory):
         shutil.copy(REPOSITORY / "evaluations" / "digits_reference.npz", folder / node / "reference.npz")
         np.savez(folder / node / "other.npz", arr_0=np.full((4, 8, 8, 3), i, dtype=np.uint8))
         (folder / node / "vae").write_text(f"weights {i}")
+        shutil.copytree(folder / "shared" / "runs" / "one" / "checkpoints" / "step_0000003", folder / node / "copy")
         make_shard(folder / node / "data" / "a.safetensors", channels=1, size=8, num_classes=10, seed=i)
+    (folder / "node1" / "copy" / "model.safetensors").unlink()
     reference, detector = open_images(folder / "node1" / "reference.npz"), ClassifierDetector("digits", DIGITS_WEIGHTS)
     cache = folder / "node1" / "scores" / "reference_features"
     write_cache(cache, reference, detector, features_of_images(reference, [detector], 64, range(len(reference)))[0])
@@ -53,6 +55,7 @@ def errors(folder, name):
         ("resume", "output_dir"),
         ("new", "output_dir"),
         ("init_from", "init_from"),
+        ("raw", "init_from"),
         ("sample", "checkpoint"),
         ("output", "output"),
         ("autoguidance", "guidance.checkpoint"),
@@ -67,6 +70,7 @@ def errors(folder, name):
 )
 def test_a_file_that_one_node_lacks_gives_the_same_error_on_both(folder, name, key):
     others = {
+        "raw": "copy/model.safetensors",
         "new": "runs/new",
         "output": "images",
         "data": "data",

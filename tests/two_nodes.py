@@ -37,6 +37,7 @@ RUNS = {
     "resume": ("train", [*TINY, "name=one", "output_dir=runs", "train.num_steps=3", "train.lr=1e-2"]),
     "damaged": ("train", [*TINY, "name=damaged", "output_dir=runs"]),
     "init_from": ("train", [*TINY, "name=two", "output_dir=runs", f"init_from={HERE}"]),
+    "raw": ("train", [*TINY, "name=three", "output_dir=runs", "init_from=copy"]),
     "new": ("train", [*TINY, "name=new", "output_dir=runs", "train.num_steps=1"]),
     "new_shared": ("train", [*TINY, "name=new", "output_dir={shared}/runs", "train.num_steps=1"]),
     "sample": ("sample", [*FEW, f"checkpoint={HERE}"]),

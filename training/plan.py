@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from checkpoints.run import RunFolder
+from checkpoints.store import WEIGHTS
 from configs.schema import TrainConfig
 from evaluations.images import ImageSet
 from evaluations.record import PlannedEvaluation
@@ -47,6 +48,8 @@ class TrainPlan:
         if (checkpoint := self.start.checkpoint) is not None:
             key = "output_dir" if self.start.kind == "resume" else "init_from"
             seen.append(fingerprint_folder(key, checkpoint.manifest_file))
+            raw = checkpoint.path / WEIGHTS["raw"]
+            seen.append(FileFingerprint(key, raw, raw.exists()))  # init_state=weights takes the EMA if it is missing
         data = {"data.path": dataset, "evaluation.validation": validation}
         seen += [FileFingerprint(key, latents.path, latents.hash) for key, latents in data.items() if latents is not None]
         if (reference := self.reference) is not None:
