@@ -29,7 +29,7 @@ from evaluations.features import (
     write_cache,
 )
 from evaluations.images import ImageSet, NpzImages, evaluation_order
-from evaluations.suite import compute_metrics, jackknife
+from evaluations.suite import compute_metrics, jackknife, small_set
 from latents.image_sets import holds_shards, open_image_set
 from runtime.processes import FileFingerprint, fingerprint_file, gather_on_main, keep_on_main, on_main
 from sampling.sampler import ImageSampler
@@ -62,8 +62,13 @@ def hash_weights(settings: schema.SharedEvaluationSettings) -> dict[str, str]:
     return hashes
 
 
+def is_classifier(detector: str) -> bool:
+    """Return whether a detector is a small classifier, which takes images of one size. The others resize images."""
+    return detector == "digits" or small_set(detector) is not None
+
+
 def _build_detector(name: str, settings: schema.SharedEvaluationSettings, accelerator: Accelerator) -> Detector:
-    if name == "digits" or name.startswith("small-"):
+    if is_classifier(name):
         from evaluations.classifiers import DIGITS_WEIGHTS, ClassifierDetector
 
         if name != "digits" and settings.detector_weights is None:
@@ -94,13 +99,15 @@ def open_reference(
 
     Args:
         detectors: Names of the detectors that will be applied to the reference.
-        resolution: Height of the samples in pixels. Stored images of another height only cause a warning.
+        resolution: Height of the samples in pixels. Stored images of another height cause a warning, or an error if a detector
+            takes images of one size.
         background: Colour that the training latents have behind transparent images.
         encoded_with: Settings of `prepare_latents.py encode` that made the latents of each run, if they are known.
 
     Raises:
-        UserError: The reference cannot be opened, was made with another background, or has fewer than two images and no
-            statistics for one of the detectors. Also raised for a folder if the training images were padded.
+        UserError: The reference cannot be opened, was made with another background, has images of another size than a detector
+            takes, or fewer than two images and no statistics for one of the detectors. Also raised for a folder if the training
+            images were padded.
     """
     if path is None or not Path(path).exists():
         problem = "is not set" if path is None else f"{path} does not exist"
@@ -122,7 +129,10 @@ def open_reference(
             raise UserError(f"{key}={path} holds {number} and no statistics of the {name} detector")
     if len(images) and resolution not in (None, images.shape[1]):
         size = f"{images.shape[2]}x{images.shape[1]} pixels"
-        log.warning("%s=%s holds images of %s, but the samples have a height of %d pixels", key, path, size, resolution)
+        problem = f"{key}={path} holds images of {size}, but the samples have a height of {resolution} pixels"
+        if fixed := [name for name in detectors if is_classifier(name)]:
+            raise UserError(f"{problem}, and evaluation.detector={fixed[0]} takes images of one size")
+        log.warning("%s", problem)
     if images.background is not None and not are_same_colour(images.background, background):
         made = f"{key}={path} was made with background={images.background}, but evaluation.background={background}"
         raise UserError(f"{made}; make it again with background={background}, or set evaluation.background={images.background}")

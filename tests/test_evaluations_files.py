@@ -265,8 +265,12 @@ def test_a_reference_of_one_image_is_refused_and_another_size_is_said(tmp_path, 
     write_npz(tmp_path / "a.npz", iter(make_images(2, 8, 8)), (2, 8, 8, 3), background="white")
     open_reference(str(tmp_path / "a.npz"), "reference", ["digits"], 8)
     assert not caplog.messages
-    open_reference(str(tmp_path / "a.npz"), "reference", ["digits"], 16)
-    assert "holds images of 8x8 pixels, but the samples have a height of 16 pixels" in caplog.text
+    open_reference(str(tmp_path / "a.npz"), "reference", ["inception"], 16)
+    words = "holds images of 8x8 pixels, but the samples have a height of 16 pixels"
+    assert words in caplog.text
+    for detector in ("digits", "small-fashion"):
+        with pytest.raises(UserError, match=f"{words}, and evaluation.detector={detector} takes images of one size"):
+            open_reference(str(tmp_path / "a.npz"), "reference", ["inception", detector], 16)
     write_npz(tmp_path / "one.npz", iter(make_images(1, 8, 8)), (1, 8, 8, 3), background="white")
     with pytest.raises(UserError, match="one.npz holds only one image and no statistics of the digits detector"):
         open_reference(str(tmp_path / "one.npz"), "reference", ["digits"], 8)
