@@ -44,7 +44,7 @@ def end_run_after_signal(stop: StopSignal, step: int, is_complete: bool) -> int 
     else:
         log.warning("stopped after step %d as requested; run the same command to resume", step)
     processes.destroy_process_groups()
-    if submitit_executor() and not is_complete:
+    if submitit_executor():  # a complete run has returned above
         wait_to_be_killed(stop.signum)
         requeue_job(stop.signum)
     return 128 + signal.SIGINT if stop.signum == signal.SIGINT else 0
