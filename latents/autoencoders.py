@@ -119,10 +119,10 @@ def find_weights(spec: str) -> Path | None:
 
 def hash_local_files(spec: str) -> str | None:
     """Return a hash of an autoencoder's files if `spec` names a local file or folder, whose content can change, or else None."""
-    location = spec.partition(":")[2]
+    kind, _, location = spec.partition(":")
     if not location or not (path := Path(location)).exists():
         return None
-    suffixes = (".json", ".safetensors", ".bin", ".pt")
+    suffixes = (".json", ".safetensors", ".bin", ".pt", *([".ckpt"] if kind == "va-vae" else []))
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in suffixes)
     with as_user_error(path):
         hashes = [_hash_file_once(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

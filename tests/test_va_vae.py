@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from stand_ins import ldm_autoencoder, untrained_va_vae
 
 from common.errors import UserError
-from latents import autoencoders
+from latents import autoencoders, va_vae
 
 CPU = torch.device("cpu")
 
@@ -95,6 +95,17 @@ def test_weights_are_found_next_to_latents_stats_pt_and_in_safetensors(tmp_path)
     latents = torch.randn(1, 4, 4, 4)
     decoded = [load(tmp_path / path).decode(latents) for path in ("a", "a/vavae.pt", "b.safetensors")]
     assert torch.equal(decoded[0], decoded[1]) and torch.equal(decoded[0], decoded[2])
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".safetensors"])
+def test_a_replaced_file_of_weights_in_a_folder_has_another_hash(tmp_path, suffix):
+    file = tmp_path / f"vae{suffix}"
+    hashes = []
+    for content in ("first", "second"):
+        file.write_text(content)
+        assert va_vae.find_va_vae(str(tmp_path)) == file
+        hashes.append(autoencoders.hash_local_files(f"va-vae:{tmp_path}"))
+    assert hashes[0] != hashes[1]
 
 
 def test_files_without_its_weights_are_refused_by_name(tmp_path):
