@@ -19,6 +19,7 @@ from extras.report.experiments import curve_measure, group
 from extras.report.rows import change_words, changes_of, served_rows
 from extras.report.runs import LOSS, Run, read_run, read_runs
 from extras.report.tables import figure_text, guidance_table, results_table, speedup_table
+from latents.autoencoders import SD_VAE
 
 DIT, TREAD = "table2_dit_b2", "table2_dit_b2_tread"  # 400,000 steps of 256 images; the paper's FID: 43.47 and 21.34
 ROUTE = "model.routes=[{selection_ratio:0.25,start_layer_idx:1,end_layer_idx:-2}]"
@@ -302,9 +303,9 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
     flops = sparse | {"guidance.r_strong": 0.5, "guidance.r_weak": 0.9}
     fid = sparse | {"guidance.r_strong": 0.0, "guidance.r_weak": 0.6, "guidance.r_strong_last": 0.6, "guidance.r_weak_last": 0.0}
     fid |= {"guidance.checkpoint": "/runs/x/checkpoints/step_0050000"}
-    other = flops | {"guidance.r_weak": 0.5}
+    other, bounded = flops | {"guidance.r_weak": 0.5}, flops | {"guidance.level_lo": 0.3}  # not the paper's
     for step, shift in ((800_000, 1), (2_000_000, 0)):
-        for guidance, value in (({"cfg_scale": 1.5}, 2.57), (flops, 2.14), (fid, 1.58), (other, 3.0)):
+        for guidance, value in (({"cfg_scale": 1.5}, 2.57), (flops, 2.14), (fid, 1.58), (other, 3.0), (bounded, 2.14)):
             evaluate(folder, step, {"fid": value + shift}, **guidance)
     (table,) = group(read_runs([tmp_path])[0])[0].values()
     found = [(row["Experiment"].removeprefix("sparse_guidance_"), row["fid"]) for row in results_table(table).rows]
@@ -313,11 +314,31 @@ def test_figures_with_sparse_guidance_are_compared_with_the_papers_method(tmp_pa
         ("sit_xl2_tread", "2.14 (paper 2.14, +0%)"),
         ("sit_xl2_tread", "1.58 (paper 1.58, +0%)"),
         ("sit_xl2_tread", "3.00"),
+        ("sit_xl2_tread", "2.14"),
         ("sit_xl2_tread_160", "3.57 (paper 2.95, +21%)"),
         ("sit_xl2_tread_160", "3.14"),
         ("sit_xl2_tread_160", "2.58 (paper 2.07, +25%)"),
         ("sit_xl2_tread_160", "4.00"),
+        ("sit_xl2_tread_160", "3.14"),
     ]
+
+
+def test_figures_of_different_autoencoders_are_not_compared(tmp_path):
+    make_run(tmp_path, "model=dit", "data=imagenet256", name="d")
+    decoders = [
+        {},
+        {"autoencoder": SD_VAE},
+        {"autoencoder": "sd-vae:x"},
+        {"autoencoder": "sd-vae:a/b", "autoencoder_hash": "c" * 32},
+    ]
+    for number, decoder in enumerate(decoders, 1):
+        evaluate(tmp_path / "d", 400_000, {"fid": float(number)}, **decoder)
+    evaluate(tmp_path / "d", 300_000, {"fid": 5.0}, autoencoder="sd-vae:elsewhere", autoencoder_hash="c" * 32)
+    (run,) = read_runs([tmp_path])[0]
+    figures = {measure.measured_with: values for measure, values in run.figures.items() if measure.metric == "fid"}
+    assert [*figures.values()] == [{400_000: 2.0}, {400_000: 3.0}, {400_000: 4.0, 300_000: 5.0}]
+    texts = [*figures]
+    assert "autoencoder" not in texts[0] and "autoencoder sd-vae:x" in texts[1] and f"autoencoder {'c' * 32}" in texts[2]
 
 
 def test_the_interval_of_the_last_row_has_its_own_figure(tmp_path):

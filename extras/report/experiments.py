@@ -79,7 +79,13 @@ class Experiment:
         row = config_of_row(self.row.get("name"), self.runs[0])
         sampling = row.sampling.model_dump(include={"labels", "rounding"}) | {"network_precision": row.sampling.precision}
         expected = PlannedEvaluation(settings={"weights": "ema", **sampling, **sampler_for_results(row.sampler)})
-        free = ["reference", "first_seed", "dinov2_weights", *(["detector_weights"] if row.evaluation.detector_weights else [])]
+        free = [
+            "reference",
+            "autoencoder",
+            "first_seed",
+            "dinov2_weights",
+            *(["detector_weights"] if row.evaluation.detector_weights else []),
+        ]
         values = {key: value for key, value in measure.other_settings if key not in free}
         return step == self.identity["train.num_steps"] and values == expected.comparable_settings
 
@@ -98,13 +104,18 @@ class Experiment:
 
 
 def is_guided_by(measure: Measure, arguments: str) -> bool:
-    """Return whether a measure's guidance has the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
+    """Return whether a measure's guidance has only the values in arguments such as `guidance=sparse guidance.r_strong=0.5`.
 
-    A value also matches the end of the measure's value, such as the folder name of a checkpoint.
+    Arguments do not state the scale, nor the bounds of `guidance=interval`. A value also matches the end of the measure's value,
+    such as the folder name of a checkpoint.
     """
-    values = dict(measure.guidance_settings)
-    wanted = (argument.split("=", 1) for argument in arguments.split())
-    return all(str(values.get(key, "")).endswith(value) for key, value in wanted)
+    values = {key: value for key, value in measure.guidance_settings if value is not None}
+    wanted = dict(argument.split("=", 1) for argument in arguments.split())
+    unstated = {"cfg_scale", "guidance.w"}
+    if wanted["guidance"] == "interval":
+        unstated |= {"guidance.level_lo", "guidance.level_hi"}
+    has_values = all(str(values.get(key, "")).endswith(value) for key, value in wanted.items())
+    return has_values and values.keys() <= wanted.keys() | unstated
 
 
 def curve_measure(dense: Experiment, routed: Experiment) -> Measure | None:

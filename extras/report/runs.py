@@ -23,10 +23,12 @@ from common.types import NonNegativeInt
 from configs.schema import TrainConfig
 from evaluations.record import EvaluationRecord, read_records
 from evaluations.tables import format_settings
+from latents.autoencoders import SD_VAE
 
 UNGUIDED = "none"
 # Settings of records that `Measure.other_settings` omits or that `Run.add` formats.
-OMITTED = ("num_samples", "detector", "reference_hash", "autoencoder_hash", "ema_hash")
+OMITTED = ("num_samples", "detector", "reference_hash", "autoencoder", "autoencoder_hash", "ema_hash")
+USUAL_AUTOENCODERS = (SD_VAE, "identity")  # measures do not name them
 
 
 Items = tuple[tuple[str, object], ...]  # settings that can be compared and hashed
@@ -38,7 +40,7 @@ class Measure(NamedTuple):
     metric: str  # a metric name, or `training loss`
     num_samples: int
     guidance_settings: Items
-    other_settings: Items  # sampler, weights and reference, which is a file name with the start of its hash
+    other_settings: Items  # sampler, weights, autoencoder and reference, which is a file name with the start of its hash
 
     @property
     def guidance(self) -> str:
@@ -137,8 +139,9 @@ class Run:
         settings = record.comparable_settings
         guidance = {key: value for key, value in settings.items() if key in record.guidance and key != "guidance.checkpoint_hash"}
         others = {key: value for key, value in sorted(settings.items()) if key not in (*record.guidance, *OMITTED)}
-        if others.get("autoencoder") == self.cfg.sampling.autoencoder:
-            others.pop("autoencoder", None)
+        # Local files may lie at other paths on other machines, so their hash names them.
+        autoencoder = settings.get("autoencoder_hash", settings.get("autoencoder", SD_VAE))
+        others |= {} if autoencoder in USUAL_AUTOENCODERS else {"autoencoder": autoencoder}
         name, digest = record.settings.get("reference"), settings.get("reference_hash")
         others |= {"reference": f"{name} {digest[:8]}"} if name and digest else {}
         if weak := record.guidance.get("guidance.checkpoint"):  # runs with other seeds have their own checkpoints
