@@ -140,7 +140,7 @@ def build(cfg: TrainConfig, dataset: LatentDataset, accelerator: Accelerator) ->
             precision=cfg.train.precision,
         )
     with torch.random.fork_rng(devices=[]):  # because building the encoder may have consumed random numbers
-        torch.manual_seed(2**32 + cfg.seed)  # larger than the seed of any run
+        torch.manual_seed(cfg.seed)
         projector = Projector(sizes["width"], repa.projector_width, encoder.width)
     return Alignment(
         projector,

@@ -8,8 +8,9 @@
 
 `variants`, `rounds`, `steps`, `warmup`, `turns` and `traces` are benchmark keys. All other keys are train.py keys. A variant
 consists of one or more train.py arguments, separated by spaces. By default, the benchmark times the given configuration. Without
-data.path, it uses random latents. Variants run in turns. The benchmark prints Markdown to stdout: machine, versions, commit,
-command and date, followed by one row per variant. `make gpu` runs tests/gpu and these benchmarks, and writes one results file.
+data.path, it uses random latents, for which data=custom needs its shape. Variants run in turns. The benchmark prints Markdown to
+stdout: machine, versions, commit, command and date, followed by one row per variant. `make gpu` runs tests/gpu and these
+benchmarks, and writes one results file.
 """
 
 from __future__ import annotations
