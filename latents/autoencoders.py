@@ -168,7 +168,9 @@ def build(spec: str, device: torch.device, channels: int | None = None, precisio
         UserError: If `spec` is `none` or cannot be loaded, or if the autoencoder does not have `channels` channels.
     """
     if spec == "none":
-        raise UserError("autoencoder=none: the shards name no autoencoder; set autoencoder= to decode them")
+        raise UserError(
+            "autoencoder=none: the shards name none; set sampling.autoencoder= (autoencoder= of inspect) to decode them"
+        )
     if spec == "identity":
         if channels not in (None, 1, 3):
             raise UserError(f"autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not {channels}")

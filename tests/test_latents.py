@@ -319,7 +319,7 @@ def test_a_missing_autoencoder_and_a_wrong_number_of_channels_are_refused(tmp_pa
     for spec, message in (
         (f"sd-vae:{tmp_path / 'nowhere'}", "autoencoder=sd-vae:.*nowhere: there is no such folder"),
         ("identity", "autoencoder=identity shows latents as pixels, which have 1 or 3 channels, not 4"),
-        ("none", "autoencoder=none: the shards name no autoencoder"),
+        ("none", "autoencoder=none: the shards name none; set sampling.autoencoder="),
     ):
         with pytest.raises(UserError, match=message):
             autoencoders.build(spec, CPU, 4)
