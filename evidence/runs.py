@@ -24,16 +24,14 @@ from evaluations.record import read_records
 
 SAMPLE_KEYS = ("reference", "detector", "num_samples", "first_seed", "labels", "reference_hash")  # settings in each line
 VERSIONS = ("commit", "modified", "device", "torch")  # what a line says of the code and the machine
-
-
+# Arguments of train.py and fid.py that all compared runs share.
 TRAIN = [
     "machine.tf32=false", "machine.cpu_threads=1", "sample_grid.every=0", "evaluation.validation=data/fashion_validation",
     "evaluation.reference=null",
 ]  # fmt: skip
 FID = ["evaluation.reference=references/fashion.npz", "machine.tf32=false", "machine.cpu_threads=1"]
-Planned = tuple[
-    str, str, float, tuple[int, int]
-]  # an evaluation: part, guidance, scale, first sampling seed and number of samples
+# A planned evaluation: part of the training, guidance, scale, and the first sampling seed with the number of samples.
+Planned = tuple[str, str, float, tuple[int, int]]
 
 
 def group_scales(planned: Sequence[Planned]) -> dict[tuple[str, str, tuple[int, int]], list[float]]:

@@ -267,7 +267,8 @@ def show_256(lines: list[dict]) -> None:
                 distances = [value_at(lines, arm, seed, (time, guidance, scale, choosing(seed))) for seed in seeds]
                 cells.append(_marked(f"{scale:g}", scale == best(found), mean_text(DISTANCE, distances)))
             notes = ["chosen"] * (choose(lines, arm, time) == (guidance, best(found)))
-            notes += ["an end of all scales"] * (guidance in GUIDANCES and is_end(best(found), GUIDANCES[guidance][2]))
+            all_scales = GUIDANCES[guidance][2] if guidance in GUIDANCES else ()
+            notes += ["an end of all scales"] * (best(found) in (*all_scales[:1], *all_scales[-1:]))
             rows.append(
                 [arm, time, guidance + f" ({', '.join(notes)})" * bool(notes), as_ratio(found[best(found)]), ", ".join(cells)]
             )
@@ -302,10 +303,6 @@ def show_256(lines: list[dict]) -> None:
     lines = [line for line in lines if line["seed"] in counted]
     for time in TIMES:
         show_loss_ratios(lines, *({"arm": arm, "step": step_of(arm, time)} for arm in ARMS), name=f"validation loss, {time} time")
-
-
-def is_end(value: float, values: Sequence[float]) -> bool:
-    return value in (values[0], values[-1])
 
 
 def runs_without_results(lines: list[dict], runs: Sequence[tuple[str, int]]) -> list[str]:

@@ -79,13 +79,8 @@ class Experiment:
         row = config_of_row(self.row.get("name"), self.runs[0])
         sampling = row.sampling.model_dump(include={"labels", "rounding"}) | {"network_precision": row.sampling.precision}
         expected = PlannedEvaluation(settings={"weights": "ema", **sampling, **sampler_for_results(row.sampler)})
-        free = [
-            "reference",
-            "autoencoder",
-            "first_seed",
-            "dinov2_weights",
-            *(["detector_weights"] if row.evaluation.detector_weights else []),
-        ]
+        free = {"reference", "autoencoder", "first_seed", "dinov2_weights"}
+        free |= {"detector_weights"} if row.evaluation.detector_weights else set()
         values = {key: value for key, value in measure.other_settings if key not in free}
         return step == self.identity["train.num_steps"] and values == expected.comparable_settings
 
