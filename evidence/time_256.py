@@ -16,6 +16,7 @@ from statistics import fmean
 
 from checkpoints import store
 from common.errors import UserError
+from common.files import read_lines
 from common.types import PositiveInt, Text
 from evidence.contrasts import (
     DISTANCE,
@@ -70,7 +71,7 @@ def comparing(seed: int) -> Samples:
 
 def time_256(
     jobs: PositiveInt = 1, num_pairs: PositiveInt = 6, overrides: list[str] = (), fid_overrides: list[str] = (),
-    runs: Text = "runs/time_256", diverged: list[str] = (),
+    runs: Text = "runs/time_256", diverged: list[str] = (), searches: Text | None = None,
 ) -> None:  # fmt: skip
     """Train and evaluate all runs of the rule in the folder `runs`.
 
@@ -80,12 +81,16 @@ def time_256(
         overrides: More train.py arguments, for settings that only change the speed.
         fid_overrides: More fid.py arguments, for settings that only change the speed, such as machine.compile=none.
         diverged: Names of runs that train.py ended because their loss diverged, by their log files.
+        searches: A file that `collect` wrote. Its searches of the learning rates are not repeated.
 
     Raises:
-        UserError: A run failed or was stopped. The same command resumes it.
+        UserError: `searches` holds no searches, or a run failed or was stopped. The same command resumes it.
     """
     folder, earlier = Path(runs), {}
-    while planned := plan_next(lines_of_runs(folder), num_pairs, diverged):
+    searched = [line for line in read_lines(Path(searches)) if line["seed"] == SEARCH_SEED] if searches else []
+    if searches and not searched:
+        raise UserError(f"searches={searches} holds no searches of the learning rates")
+    while planned := plan_next([*searched, *lines_of_runs(folder)], num_pairs, diverged):
         commands = {name: arguments_of(name, *task, folder, overrides, fid_overrides) for name, task in planned.items()}
         if failed := [name for name, arguments in commands.items() if earlier.get(name) == arguments]:
             logs = ", ".join(str(log_file(folder, name)) for name in failed)

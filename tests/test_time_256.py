@@ -237,3 +237,7 @@ def test_all_runs_are_made_recorded_and_shown(fashion_folder, monkeypatch, capsy
     monkeypatch.setattr(time_256, "run_all", lambda *_: None)
     with pytest.raises(UserError, match=r"2 runs are not complete \(see runs/b/search_routed_0.001.log, .*name a run whose loss"):
         time_256.time_256(runs="runs/b")
+    with pytest.raises(UserError, match=r"4 runs are not complete \(see runs/b/routed_seed20.log, "):
+        time_256.time_256(runs="runs/b", searches="lines.jsonl")  # the searches are not repeated
+    with pytest.raises(UserError, match="searches=other.jsonl holds no searches"):
+        time_256.time_256(runs="runs/b", searches="other.jsonl")
