@@ -95,7 +95,7 @@ def with_other_labels(sampler):
     return lambda seeds, labels: sampler(seeds, [label + 1 for label in labels])
 
 
-@pytest.mark.parametrize(("damage", "guidance"), zip([None, without_guidance, with_other_labels], [CFG, SPARSE, CFG]))
+@pytest.mark.parametrize(("damage", "guidance"), [(None, CFG), (without_guidance, SPARSE), (with_other_labels, CFG)])
 def test_the_comparison_of_images_detects_wrong_images(monkeypatch, damage, guidance):
     def sampler(*parts):
         made = ImageSampler(*parts)
