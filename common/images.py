@@ -242,7 +242,7 @@ def labelled_grid(images: Sequence[np.ndarray], captions: Sequence[object], num_
         text = str(caption)
         if not {*map(ord, text)} <= known_letters.keys():
             text = text.partition(" ")[0]
-        while draw.textlength(text, font) > width:
+        while 1 + draw.textlength(text, font) > width:
             text = text[:-1]
         draw.text((x + 1, y), text, fill="black", font=font)
         grid.paste(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC), (x, y + caption_height))
