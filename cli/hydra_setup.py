@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -30,6 +33,28 @@ def help_text(config_name: str) -> str:
     docstring = (sys.modules["__main__"].__doc__ or "").replace("$", "$$")  # Hydra fills in $NAME
     keys = keys.replace("$", "$$")
     return f"{docstring}\n== Flags ==\n$FLAGS_HELP\n\n{choices}== Config ==\nOverride any key (train.lr=2e-4)\n\n{keys}"
+
+
+@contextlib.contextmanager
+def accept_lazy_help() -> Iterator[None]:
+    """Let argparse accept help texts that are not strings in the `with` block, such as that of Hydra's --shell-completion.
+
+    Python 3.14 and newer check the text when an argument is added. Here, the argument gets its text afterwards.
+    """
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add(parser: argparse.ArgumentParser, *names: str, **settings: object) -> argparse.Action:
+        if isinstance(text := settings.get("help"), str | None):
+            return add_argument(parser, *names, **settings)
+        action = add_argument(parser, *names, **settings | {"help": None})
+        action.help = text
+        return action
+
+    argparse.ArgumentParser.add_argument = add
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument
 
 
 def name_of(path: str | None) -> str:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from cli import hydra_launchers
 from cli.compose import parse_config
 from cli.hydra_errors import explain_hydra_error
-from cli.hydra_setup import CONFIGS, quote_non_ascii
+from cli.hydra_setup import CONFIGS, accept_lazy_help, quote_non_ascii
 from cli.print_errors import FULL_ERRORS, disconnect_processes, run_and_print_errors, wants_tracebacks
 from common.errors import Diverged, UserError, first_line
 from common.progress import log_to_stderr
@@ -46,7 +46,7 @@ def run_hydra(main: Callable[[S], float | None], config_name: str, settings_clas
 
     def run() -> None:
         try:
-            with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_launchers.python_path()}):
+            with env_override({FULL_ERRORS: "1", "PYTHONPATH": hydra_launchers.python_path()}), accept_lazy_help():
                 command()
         except SystemExit as stop:  # after a signal
             if stop.code or not kept_errors:

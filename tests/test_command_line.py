@@ -1,5 +1,6 @@
 """What commands print and return: a message for a user's error, a traceback for a bug, sweeps, help."""
 
+import argparse
 import io
 import multiprocessing
 import signal
@@ -229,6 +230,19 @@ def test_interpolations_on_the_command_line_are_resolved_in_the_configuration_an
     for arguments in (["output_dir=${oc.env:IT_IS_MISSING}/runs"], ["-m", "output_dir=${oc.env:IT_IS_MISSING}/runs"]):
         with pytest.raises(SystemExit, match="^error: .*Environment variable 'IT_IS_MISSING' not found"):
             start(monkeypatch, found.append, arguments)
+
+
+def test_hydras_lazy_help_text_is_accepted_by_an_argparse_that_reads_it_at_once(monkeypatch, tmp_path):
+    """Python 3.14 and newer check help texts when an argument is added."""
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def check_help(parser, *names, **settings):
+        assert "%" not in (settings.get("help") or "")  # a TypeError for the text of Hydra's --shell-completion
+        return add_argument(parser, *names, **settings)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", check_help)
+    start(monkeypatch, lambda cfg: None, [f"output_dir={tmp_path}"])
+    assert argparse.ArgumentParser.add_argument is check_help
 
 
 def test_own_files_for_sweepers_are_recognised_by_what_they_launch(tmp_path, monkeypatch):
