@@ -379,7 +379,7 @@ class DiT(nn.Module):
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """Convert tokens (B, N, p*p*C) to an output (B, C, H, W). Each token is ordered by row, then column, then channel."""
-        grid, p = math.isqrt(self.num_tokens), self.patch_size
+        grid, p = self.input_size // self.patch_size, self.patch_size
         x = tokens.reshape(len(tokens), grid, grid, p, p, self.out_channels)
         return x.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), self.out_channels, grid * p, grid * p)
 
