@@ -233,7 +233,7 @@ def test_interpolations_on_the_command_line_are_resolved_in_the_configuration_an
 
 
 def test_hydras_lazy_help_text_is_accepted_by_an_argparse_that_reads_it_at_once(monkeypatch, tmp_path):
-    """Python 3.14 and newer check help texts when an argument is added."""
+    """Python 3.14 checks help texts when an argument is added."""
     add_argument = argparse.ArgumentParser.add_argument
 
     def check_help(parser, *names, **settings):
