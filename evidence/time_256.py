@@ -87,7 +87,7 @@ def time_256(
         UserError: `searches` holds no searches, or a run failed or was stopped. The same command resumes it.
     """
     folder, earlier = Path(runs), {}
-    searched = [line for line in read_lines(Path(searches)) if line["seed"] == SEARCH_SEED] if searches else []
+    searched = [line for line in read_lines(Path(searches)) if line.get("seed") == SEARCH_SEED] if searches else []
     if searches and not searched:
         raise UserError(f"searches={searches} holds no searches of the learning rates")
     while planned := plan_next([*searched, *lines_of_runs(folder)], num_pairs, diverged):

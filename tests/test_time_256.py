@@ -241,3 +241,6 @@ def test_all_runs_are_made_recorded_and_shown(fashion_folder, monkeypatch, capsy
         time_256.time_256(runs="runs/b", searches="lines.jsonl")  # the searches are not repeated
     with pytest.raises(UserError, match="searches=other.jsonl holds no searches"):
         time_256.time_256(runs="runs/b", searches="other.jsonl")
+    (fashion_folder / "other.jsonl").write_text('{"step": 1}\n')  # such as the metrics of a run
+    with pytest.raises(UserError, match="searches=other.jsonl holds no searches"):
+        time_256.time_256(runs="runs/b", searches="other.jsonl")
