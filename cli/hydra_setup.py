@@ -39,7 +39,7 @@ def help_text(config_name: str) -> str:
 def accept_lazy_help() -> Iterator[None]:
     """Let argparse accept help texts that are not strings in the `with` block, such as that of Hydra's --shell-completion.
 
-    Python 3.14 refuses them when an argument is added. Here, the argument gets its text afterwards.
+    Python 3.14 refuses them when an argument is added. Here, the argument gets its text afterwards. Hydra 1.4 will not need this.
     """
     add_argument = argparse.ArgumentParser.add_argument
 
